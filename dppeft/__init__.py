@@ -1,0 +1,52 @@
+"""dppeft: fine-tune pretrained transformers on private data and share the small result."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it. Loaded on first use, so that `import dppeft` and the
+# command line's --help stay light.
+_PUBLIC = {
+    "ClippedSum": "dppeft._types",
+    "DppeftError": "dppeft.errors",
+    "MethodInfo": "dppeft.methods.registry",
+    "Privacy": "dppeft.training.trainer",
+    "PrivacyPlan": "dppeft.privacy.plan",
+    "PrivateTrainer": "dppeft.training.trainer",
+    "Spent": "dppeft._types",
+    "UnsupportedModelError": "dppeft.errors",
+    "clipped_sum": "dppeft.training.gradients",
+    "epsilon": "dppeft.privacy.accounting",
+    "export": "dppeft.export",
+    "load": "dppeft.export",
+    "make_private": "dppeft.training.run",
+    "merge": "dppeft.export",
+    "methods": "dppeft.methods.registry",
+    "noise_multiplier": "dppeft.privacy.accounting",
+    "per_example_grads": "dppeft.training.gradients",
+    "plan": "dppeft.privacy.plan",
+    "preflight": "dppeft.training.gradients",
+    "PreflightReport": "dppeft.clipping.preflight",
+    "wrap": "dppeft.wrapping",
+}
+
+__all__ = sorted([*_PUBLIC, "__version__"])
+
+if TYPE_CHECKING:  # what a type checker and an editor see
+    from dppeft._types import ClippedSum as ClippedSum
+    from dppeft._types import Spent as Spent
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'dppeft' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

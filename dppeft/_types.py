@@ -1,0 +1,60 @@
+"""Values that pass between the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Batch = Mapping[str, Tensor]  # as a Hugging Face collator makes it; first dimension = examples
+PerExampleLoss = Callable[[nn.Module, Batch], Tensor]  # (model, batch) -> (B,)
+
+
+@dataclass(frozen=True, eq=False)
+class ClippedSum:
+    """The sum over examples of clipped per-example gradients, and how far one example can move it.
+
+    Still private: only ``dppeft.privacy.noise`` turns it into something that may be released.
+
+    Attributes:
+        grads: name as in ``model.named_parameters()`` -> sum of clipped gradients, float32.
+        norms: (B,) float32, per-example gradient norms before clipping. Private.
+        l2_bound: adding or removing one example moves the sum by at most this (L2, all tensors
+            jointly).
+        count: number of examples summed. Private under Poisson sampling.
+    """
+
+    grads: dict[str, Tensor]
+    norms: Tensor
+    l2_bound: float
+    count: int
+
+    def __add__(self, other: ClippedSum) -> ClippedSum:
+        """The sum over the union of two disjoint sets of examples; the bound is the larger one."""
+        if self.grads.keys() != other.grads.keys():
+            raise ValueError("Clipped sums of different tensors cannot be added.")
+        return ClippedSum(
+            grads={name: grad + other.grads[name] for name, grad in self.grads.items()},
+            norms=torch.cat([self.norms, other.norms]),
+            l2_bound=max(self.l2_bound, other.l2_bound),
+            count=self.count + other.count,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """A guarantee: the releases made so far are (epsilon, delta)-DP for one unit.
+
+    ``sample_rate`` and ``noise_multiplier`` are the values of the steps made (the last step's when
+    steps differ). ``unit`` names the unit of privacy and the neighbouring relation.
+    """
+
+    epsilon: float
+    delta: float
+    steps: int
+    sample_rate: float
+    noise_multiplier: float
+    accountant: str
+    unit: str = "one row, add or remove"

@@ -1,0 +1,1 @@
+"""Which small tensors train: parametrizations of a pretrained model. Knows nothing of privacy."""
