@@ -1,0 +1,215 @@
+"""Exact per-example gradients, clipped and summed: one forward, one backward.
+
+``make_engine`` binds a model and a per-example loss; the engine then maps a batch to a
+``ClippedSum`` that knows its own bound. It looks only at parameters that require a gradient, never
+touches ``.grad``, and leaves neither hooks nor attributes behind.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from dppeft import _validate
+from dppeft._types import Batch, ClippedSum, PerExampleLoss
+from dppeft.clipping.capture import Capture
+from dppeft.clipping.factors import CLIPPINGS, clip_factors
+from dppeft.clipping.replay import Replayer
+from dppeft.clipping.terms import Dense, Term, at_least_float32
+from dppeft.clipping.units import (
+    Planner,
+    Unit,
+    UnitPlan,
+    check_losses,
+    plain_grads,
+    refuse_mixing,
+    rows_of,
+    trainable,
+)
+from dppeft.errors import ArgumentError, ArgumentTypeError, UnsupportedModelError
+
+ENGINES = ("auto", "opacus")
+# What holds one entry per example, in the order in which it is trusted to.
+_SIZED_BY = ("labels", "input_ids", "decoder_input_ids", "pixel_values", "inputs_embeds")
+
+
+def batch_size_of(batch: Batch) -> int:
+    """Number of examples in a batch, read from labels or ids rather than from any first tensor."""
+    if not hasattr(batch, "items"):
+        raise ArgumentTypeError(
+            f"Expected the batch to be a dict of tensors, got {type(batch).__name__}. "
+            "Name its parts in the collate_fn, for example {'x': x, 'labels': y}."
+        )
+    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.dim()}
+    for key in (*_SIZED_BY, *tensors):
+        if key in tensors:
+            return len(tensors[key])
+    raise ArgumentError(f"No tensor with a first axis of examples in the batch: {list(batch)}.")
+
+
+class Engine(ABC):
+    """Maps a batch to per-example gradients, and to their clipped sum.
+
+    Args:
+        model: only its parameters with ``requires_grad`` are looked at.
+        loss: ``(model, batch) -> (B,)``.
+        clipping: "flat", "per_layer" or "automatic".
+    """
+
+    def __init__(self, model: nn.Module, *, loss: PerExampleLoss, clipping: str = "flat") -> None:
+        self.model = model
+        self.loss = loss
+        self.clipping = _validate.one_of(CLIPPINGS, clipping=clipping)
+
+    @abstractmethod
+    def terms(self, batch: Batch, batch_size: int) -> dict[str, Term]:
+        """Per-example gradients of the parameters that the batch reaches; at least one row."""
+
+    def per_example_grads(self, batch: Batch) -> dict[str, Tensor]:
+        """name -> (B, *shape) float32; zeros for a parameter that is not reached."""
+        size, params = batch_size_of(batch), self._trainable()
+        terms = self.terms(batch, size) if size else {}
+        return {
+            name: terms[name].instantiate().float()
+            if name in terms
+            else torch.zeros(size, *p.shape, device=p.device)
+            for name, p in params.items()
+        }
+
+    def clipped_sum(self, batch: Batch, *, max_grad_norm: float) -> ClippedSum:
+        """The sum of the clipped per-example gradients, and its bound.
+
+        Guarantee: adding or removing one example moves the sum by at most ``l2_bound`` =
+        ``max_grad_norm``. Edges: a row whose gradient is not finite contributes zero; an empty
+        batch gives zeros and the model is not called.
+        Reference: Abadi et al. (2016), Algorithm 1; Bu et al. (2023) for the single backward.
+        """
+        bound = self._bound(max_grad_norm)
+        size = batch_size_of(batch)
+        terms = self.terms(batch, size) if size else {}
+        if not terms:
+            return self._zeros(bound, size)
+        norms_sq = {name: term.norms_sq().float() for name, term in terms.items()}
+        factors, norms = clip_factors(norms_sq, max_grad_norm=bound, clipping=self.clipping)
+        broken = ~torch.isfinite(norms)
+        if bool(broken.any()):  # 0 * NaN is NaN: such rows must be removed, not scaled
+            terms = {name: term.without(broken) for name, term in terms.items()}
+        grads = {
+            name: terms[name].weighted_sum(factors[name]).float()
+            if name in terms
+            else torch.zeros(p.shape, device=p.device)
+            for name, p in self._trainable().items()
+        }
+        return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=size)
+
+    def zero_sum(self, *, max_grad_norm: float) -> ClippedSum:
+        """The sum over no examples. The model is not called."""
+        return self._zeros(self._bound(max_grad_norm), 0)
+
+    def _bound(self, max_grad_norm: float) -> float:
+        bound = _validate.positive(max_grad_norm=max_grad_norm, allow_inf=True)
+        if math.isinf(bound) and self.clipping != "flat":
+            raise ArgumentError(
+                f"max_grad_norm=inf with clipping={self.clipping!r} has no meaning. "
+                "Give a finite max_grad_norm, or use clipping='flat'."
+            )
+        return bound
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        params = trainable(self.model)
+        if not params:
+            raise ArgumentError(
+                "No parameter requires a gradient, so nothing would be trained. Use dppeft.wrap, "
+                "or load the adapter with is_trainable=True."
+            )
+        return params
+
+    def _zeros(self, bound: float, size: int) -> ClippedSum:
+        params = self._trainable()
+        grads = {name: torch.zeros(p.shape, device=p.device) for name, p in params.items()}
+        device = next(iter(params.values())).device
+        norms = torch.zeros(size, device=device)
+        return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=size)
+
+
+class ExactEngine(Engine):
+    """Our engine: closed forms where there are some, replay elsewhere, rows alone as a last resort.
+
+    The units are found on the first batch and again whenever another set of parameters trains.
+    """
+
+    def __init__(self, model: nn.Module, *, loss: PerExampleLoss, clipping: str = "flat") -> None:
+        super().__init__(model, loss=loss, clipping=clipping)
+        self._plan: UnitPlan | None = None
+        self._signature: tuple[object, ...] = ()
+        self._replayers: dict[str, Replayer] = {}
+
+    def plan_for(self, batch: Batch, batch_size: int) -> UnitPlan:
+        """Which module accounts for which parameter, found on at most three rows of the batch."""
+        signature = (self.model.training, *((n, id(p)) for n, p in self._trainable().items()))
+        if self._plan is None or signature != self._signature:
+            refuse_mixing(self.model)
+            planner = Planner(self.model, self.loss)
+            self._set(planner.plan(batch, batch_size, self._trial))
+            self._signature = signature
+        assert self._plan is not None
+        return self._plan
+
+    def terms(self, batch: Batch, batch_size: int) -> dict[str, Term]:
+        for attempt in range(2):
+            plan = self.plan_for(batch, batch_size)
+            if plan.by_row is not None:
+                return by_row(self.model, self.loss, batch, batch_size)
+            capture = Capture(self.model, plan.units, self._replayers)
+            terms, leftover = capture.run(self.loss, batch, batch_size)
+            if not leftover:
+                return terms
+            if attempt == 0:
+                self._plan = None  # the model took another path than before: look again
+        name = sorted(leftover)[0]
+        raise UnsupportedModelError(
+            f"{name} is used in a way that changes from call to call, so its per-example gradient "
+            "is not exact. Freeze it, or make the forward pass the same for every batch."
+        )
+
+    def _set(self, plan: UnitPlan) -> None:
+        self._plan = plan
+        self._replayers = {unit.path: Replayer(unit) for unit in plan.units if unit.rule is None}
+
+    def _trial(
+        self, units: list[Unit], batch: Batch, size: int
+    ) -> tuple[dict[str, Term], set[str]]:
+        replayers = {unit.path: Replayer(unit) for unit in units if unit.rule is None}
+        return Capture(self.model, units, replayers).run(self.loss, batch, size)
+
+
+def by_row(
+    model: nn.Module, loss: PerExampleLoss, batch: Batch, batch_size: int
+) -> dict[str, Term]:
+    """The definition: each example alone, one forward and one backward for each."""
+    params = trainable(model)
+    rows: list[dict[str, Tensor]] = []
+    for row in range(batch_size):
+        with plain_grads(params.values()):
+            losses = check_losses(loss(model, rows_of(batch, batch_size, [row])), 1)
+            if losses.requires_grad:
+                losses.sum().backward()
+            rows.append({
+                name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().detach()
+                for name, p in params.items()
+            })
+    return {n: Dense(at_least_float32(torch.stack([r[n] for r in rows]))) for n in params}
+
+
+def make_engine(
+    model: nn.Module, *, loss: PerExampleLoss, engine: str = "auto", clipping: str = "flat"
+) -> Engine:
+    """The engine by name: "auto" is ours, "opacus" the reference on Opacus's own hooks."""
+    if _validate.one_of(ENGINES, engine=engine) == "opacus":
+        from dppeft.clipping.opacus import OpacusEngine
+
+        return OpacusEngine(model, loss=loss, clipping=clipping)
+    return ExactEngine(model, loss=loss, clipping=clipping)

@@ -1,0 +1,115 @@
+"""Closed forms: from a layer's input and output gradient to per-example gradients.
+
+A rule is ``(layer, x, grad) -> {parameter name: Term}`` with the batch on the first axis of both.
+Weights that act as matrices have rules of their own, which keep the factors of the gradient
+(Li et al. 2022, Sec. 4; Bu et al. 2023). Normalisations and convolutions use Opacus's registered
+grad samplers, wherever those are right. Whatever has no rule here is replayed (``replay.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import opacus.grad_sample  # noqa: F401  (fills the registry below)
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from dppeft.clipping.terms import Dense, Lookup, Outer, Term, at_least_float32
+
+Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Term]]
+
+
+def _positions(x: Tensor) -> Tensor:
+    """(B, *, d) -> (B, T, d)."""
+    return at_least_float32(x.reshape(x.shape[0], -1, x.shape[-1]))
+
+
+def linear(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
+    """``y = x W^T + b`` at T positions: ``dW_i = sum_t grad_it x_it^T``, ``db_i = sum_t grad_it``.
+
+    x is (B, *, d_in) and grad (B, *, d_out), with any number of axes between.
+    """
+    return _matrix(layer, _positions(grad), _positions(x), bias=_positions(grad))
+
+
+def conv1d_gpt2(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
+    """GPT-2's Conv1D, ``y = x W + b``: a Linear layer whose weight is stored transposed."""
+    return _matrix(layer, _positions(x), _positions(grad), bias=_positions(grad))
+
+
+def _matrix(layer: nn.Module, left: Tensor, right: Tensor, *, bias: Tensor) -> dict[str, Term]:
+    terms: dict[str, Term] = {}
+    if layer.weight.requires_grad:
+        terms["weight"] = Outer(left, right).compact()
+    if layer.bias is not None and layer.bias.requires_grad:
+        terms["bias"] = Dense(bias.sum(1))
+    return terms
+
+
+def embedding(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
+    """Table lookup: the gradient of row v is the sum over positions that read it; none at padding.
+
+    x is (B, *) and grad (B, *, d).
+    """
+    assert isinstance(layer, nn.Embedding)
+    ids, grad = x.reshape(x.shape[0], -1), _positions(grad)
+    if layer.padding_idx is not None:
+        grad = grad.masked_fill((ids == layer.padding_idx)[..., None], 0)
+    return {"weight": Lookup(ids, grad, layer.num_embeddings)}
+
+
+def from_opacus(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
+    """Opacus's own rule for this layer type, in float32."""
+    sampler = GradSampleHooks.GRAD_SAMPLERS[type(layer)]
+    samples = sampler(layer, [at_least_float32(x)], at_least_float32(grad))
+    names = {param: name for name, param in layer.named_parameters(recurse=False)}
+    return {names[param]: Dense(sample) for param, sample in samples.items()}
+
+
+def _has_bias(layer: nn.Module) -> bool:
+    return getattr(layer, "bias", None) is not None
+
+
+def _pads_with_zeros(layer: nn.Module) -> bool:
+    # Opacus unfolds zero padding only, and reads named paddings in Conv1d alone.
+    return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
+def _looks_up_only(layer: nn.Module) -> bool:
+    # max_norm rewrites the table in the forward; scale_grad_by_freq counts over the whole batch.
+    return layer.max_norm is None and not layer.scale_grad_by_freq
+
+
+def _always(_: nn.Module) -> bool:
+    return True
+
+
+# Layer type -> its rule, and when the rule is right. One row per layer type.
+RULES: dict[type[nn.Module], tuple[Rule, Callable[[nn.Module], bool]]] = {
+    nn.Linear: (linear, _always),
+    Conv1D: (conv1d_gpt2, _always),
+    nn.Embedding: (embedding, _looks_up_only),
+    nn.LayerNorm: (from_opacus, _has_bias),  # Opacus's rule reads layer.bias unconditionally
+    nn.RMSNorm: (from_opacus, _always),
+    nn.GroupNorm: (from_opacus, _always),
+    nn.Conv1d: (from_opacus, _pads_with_zeros),
+    nn.Conv2d: (from_opacus, _pads_with_zeros),
+    nn.Conv3d: (from_opacus, _pads_with_zeros),
+}
+
+
+def find_rule(layer: nn.Module, names: Collection[str]) -> Rule | None:
+    """The closed form for these parameters of this layer, or None where it must be replayed.
+
+    A subclass may inherit its parent's rule only with its parent's forward, and the parameters
+    must be the layer's own (not a parametrization's, not a child's).
+    """
+    if "forward" in vars(layer) or not set(names) <= set(layer._parameters):
+        return None
+    for base, (rule, is_right) in RULES.items():
+        if isinstance(layer, base) and type(layer).forward is base.forward:
+            if rule is from_opacus and type(layer) not in GradSampleHooks.GRAD_SAMPLERS:
+                return None
+            return rule if set(names) <= {"weight", "bias"} and is_right(layer) else None
+    return None

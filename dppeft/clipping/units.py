@@ -1,0 +1,393 @@
+"""Which module accounts for which parameter: the smallest called module that sees whole examples.
+
+Opacus hooks leaf modules, so parameters that a tuner reads directly get no gradient or a wrong one.
+Here nothing is assumed about the model. Two probing forwards, with two and with three rows, show
+which modules are called and on which axis the batch lies (an axis that merely *equals* the batch
+size does not grow with it). A parameter starts at the module that owns it. While a unit runs, its
+parameters are switched off for autograd; if a trial backward still reaches one of them, the
+parameter was used outside its unit, and the unit is moved up to the next called module. What
+arrives at the model itself is computed one row at a time, which is the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from dppeft._types import Batch, PerExampleLoss
+from dppeft.clipping.rules import Rule, find_rule
+from dppeft.clipping.terms import Term
+from dppeft.errors import ArgumentError, UnsupportedModelError
+
+MIXED = -1  # the shape depends on the batch, but not as one axis of one entry per row
+_INERT = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, nn.Module)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the batch lies in a module's inputs and outputs: an axis, None (constant) or MIXED."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[tuple[int, int | None], ...]  # (position among the outputs, axis)
+    lookup_once: bool  # its one input is (1, T): the same positions for every row
+    replayable: bool  # no arguments with a state of their own, such as a cache
+
+    @property
+    def sees_whole_examples(self) -> bool:
+        """Each output has one entry per row, and no input depends on the batch in another way."""
+        outputs = [axis for _, axis in self.outputs]
+        return bool(outputs) and None not in outputs and MIXED not in (*self.inputs, *outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A module that accounts for some parameters, each of its calls one use."""
+
+    path: str
+    module: nn.Module
+    params: dict[str, str]  # name inside the module -> name in the model
+    rule: Rule | None  # None: replayed
+    layout: Layout
+
+    @property
+    def expands(self) -> bool:
+        """Its input is shared by all rows and must be repeated for each of them."""
+        return self.layout.inputs[0] is None if self.rule else False
+
+
+@dataclass(frozen=True, eq=False)
+class UnitPlan:
+    """Units that together account for every trainable parameter, or the reason why none do."""
+
+    units: list[Unit]
+    by_row: str | None = None  # the parameter that makes one row at a time necessary
+    unreached: frozenset[str] = frozenset()
+
+
+class _Call(NamedTuple):
+    """The shapes of one call; of the outputs only those that a gradient can come back to."""
+
+    inputs: list[torch.Size | str]
+    outputs: dict[int, torch.Size | str]
+    with_grad: bool
+
+
+Trial = Callable[[list[Unit], Batch, int], tuple[dict[str, Term], set[str]]]
+
+
+@dataclass(eq=False)
+class _Calls:
+    """Every call of every module in one forward, by path."""
+
+    of: dict[str, list[_Call]] = field(default_factory=dict)
+
+    def hook(self, path: str) -> Callable[..., None]:
+        def record(_m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            with_grad = torch.is_grad_enabled()  # off in a reentrant checkpoint's first pass
+            inputs = [_shape(leaf) for leaf in tree_flatten((args, kwargs))[0]]
+            outputs = {
+                position: leaf.shape
+                for position, leaf in enumerate(tree_flatten(output)[0])
+                if isinstance(leaf, Tensor)
+                and (leaf.requires_grad or (not with_grad and leaf.is_floating_point()))
+            }
+            self.of.setdefault(path, []).append(_Call(inputs, outputs, with_grad))
+
+        return record
+
+
+def _shape(leaf: object) -> torch.Size | str:
+    if isinstance(leaf, Tensor):
+        return leaf.shape
+    return "inert" if isinstance(leaf, _INERT) else "opaque"
+
+
+def _axis(two: torch.Size | str, three: torch.Size | str) -> int | None:
+    if isinstance(two, str) or isinstance(three, str):
+        return None
+    if len(two) != len(three):
+        return MIXED
+    differing = [axis for axis, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
+    if not differing:
+        return None
+    axis = differing[0]
+    return axis if len(differing) == 1 and (two[axis], three[axis]) == (2, 3) else MIXED
+
+
+def _layout(module: nn.Module, two: list[_Call], three: list[_Call]) -> Layout | None:
+    """The layout that all calls of a module share, or None where they differ."""
+    if len(two) != len(three):
+        return None
+    layouts = set()
+    for a, b in zip(two, three, strict=True):
+        if len(a.inputs) != len(b.inputs) or a.outputs.keys() != b.outputs.keys():
+            return None
+        shapes = [shape for shape in a.inputs if not isinstance(shape, str)]
+        layouts.add(
+            Layout(
+                inputs=tuple(map(_axis, a.inputs, b.inputs)),
+                outputs=tuple((k, _axis(a.outputs[k], b.outputs[k])) for k in a.outputs),
+                lookup_once=isinstance(module, nn.Embedding)
+                and [len(shape) > 1 and shape[0] == 1 for shape in shapes] == [True],
+                replayable="opaque" not in a.inputs,
+            )
+        )
+    return layouts.pop() if len(layouts) == 1 else None
+
+
+def rows_of(batch: Batch, batch_size: int, rows: list[int]) -> dict[str, Any]:
+    """The given rows of a batch; entries without a row for each example stay as they are."""
+    return {
+        key: value[torch.tensor(rows, device=value.device)]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch_size
+        else value
+        for key, value in batch.items()
+    }
+
+
+def check_losses(losses: object, batch_size: int) -> Tensor:
+    """The losses themselves; an error unless there is exactly one value for each example."""
+    shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if shape != (batch_size,) or not isinstance(losses, Tensor):
+        raise ArgumentError(
+            f"The loss returned {shape}; expected one value per example, shape ({batch_size},). "
+            "A reduced loss has no per-example gradients: use reduction='none' and average over "
+            "each example's own targets."
+        )
+    return losses
+
+
+@contextmanager
+def untouched_random_state(model: nn.Module):  # type: ignore[no-untyped-def]
+    """Draws made inside leave torch's global generators as they were."""
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter, each once, for what requires a gradient."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def refuse_mixing(model: nn.Module) -> None:
+    """Raises for layers that mix the examples of a batch by construction."""
+    batch_norms = nn.modules.batchnorm._BatchNorm
+    for path, module in model.named_modules():
+        if isinstance(module, batch_norms) and (module.training or module.running_mean is None):
+            raise UnsupportedModelError(
+                f"{path}: {type(module).__name__} normalises over the examples of a batch, so one "
+                "example has no gradient of its own. Replace it by GroupNorm or LayerNorm, or put "
+                "it in eval mode and keep it there."
+            )
+        if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+            for option in ("max_norm", "scale_grad_by_freq"):
+                if getattr(module, option):
+                    raise UnsupportedModelError(
+                        f"{path}: Embedding with {option} depends on the whole batch. "
+                        f"Build it without {option}."
+                    )
+
+
+class Planner:
+    """Finds the units of a model once, on a few rows of a batch. Releases nothing."""
+
+    def __init__(self, model: nn.Module, loss: PerExampleLoss) -> None:
+        self.model = model
+        self.loss = loss
+        self.params = trainable(model)
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.layouts: dict[str, Layout | None] = {}
+
+    def plan(self, batch: Batch, batch_size: int, trial: Trial) -> UnitPlan:
+        """Units for every trainable parameter.
+
+        Args:
+            batch: at least one row.
+            batch_size: its number of rows.
+            trial: ``(units, batch, size) -> (terms, leftover)``: a forward and backward with units.
+        """
+        rows = [row % batch_size for row in range(3)]
+        two, three = (rows_of(batch, batch_size, rows[:k]) for k in (2, 3))
+        with untouched_random_state(self.model):
+            calls_two, _ = self._probe(two, 2)
+            calls_three, sums = self._probe(three, 3)
+            reached = set(sums)
+            self._read_layouts(calls_two, calls_three)
+            self._refuse_lost_gradients(calls_three, reached)
+            return self._settle(three, sums, trial)
+
+    def _probe(self, batch: Batch, size: int) -> tuple[_Calls, dict[str, Tensor]]:
+        """One forward with every call recorded, and autograd's own gradient of the summed loss."""
+        calls = _Calls()
+        torch.manual_seed(0)  # the trial draws the same dropout; the caller restores the state
+        handles = [
+            module.register_forward_hook(calls.hook(path), with_kwargs=True)
+            for path, module in self.model.named_modules()
+        ]
+        try:
+            with torch.enable_grad():
+                losses = check_losses(self.loss(self.model, batch), size)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return calls, self._summed_gradients(losses)
+
+    def _summed_gradients(self, losses: Tensor) -> dict[str, Tensor]:
+        with plain_grads(self.params.values()):
+            if losses.requires_grad:
+                losses.sum().backward()
+            grads = {name: p.grad for name, p in self.params.items()}
+        return {name: grad.to_dense() for name, grad in grads.items() if grad is not None}
+
+    def _read_layouts(self, two: _Calls, three: _Calls) -> None:
+        for path, module in self.model.named_modules():
+            if path in two.of and path in three.of:
+                self.layouts[path] = _layout(module, two.of[path], three.of[path])
+
+    def _refuse_lost_gradients(self, calls: _Calls, reached: set[str]) -> None:
+        """A reentrant checkpoint whose inputs need no gradient drops its parameters' gradients."""
+        for name in self.params.keys() - reached:
+            path = name.rpartition(".")[0]
+            of_owner = [call for p, cs in calls.of.items() if p == path for call in cs]
+            if of_owner and not any(call.with_grad for call in of_owner):
+                raise UnsupportedModelError(
+                    f"{path} runs without gradients, so {name} would never be trained. With "
+                    "reentrant gradient checkpointing, call model.enable_input_require_grads() "
+                    "or use gradient_checkpointing_kwargs={'use_reentrant': False}."
+                )
+
+    def _settle(self, batch: Batch, sums: dict[str, Tensor], trial: Trial) -> UnitPlan:
+        """Moves parameters up until the units give autograd's gradient, and autograd none besides."""
+        unreached = frozenset(self.params.keys() - sums.keys())
+        homes = {name: self._owners(name) for name in sums}
+        while True:
+            lost = [name for name, paths in homes.items() if paths == {""}]
+            if lost:
+                return UnitPlan([], by_row=lost[0], unreached=unreached)
+            units = self._units(homes)
+            torch.manual_seed(0)
+            terms, leftover = trial(units, batch, 3)
+            outside = (leftover & sums.keys()) | _differing(terms, sums)
+            if not outside:
+                return UnitPlan(units, unreached=unreached)
+            for name in outside:
+                homes[name] = self._raised(name, homes[name])
+
+    def _owners(self, name: str) -> set[str]:
+        """Where a parameter starts: every owner that is called, else the closest called parents."""
+        param = self.params[name]
+        owners = {
+            path
+            for path, module in self.modules.items()
+            if any(own is param for own in module._parameters.values())
+        }
+        # The same module may be reachable by several paths; calls are recorded under the first.
+        first = {id(module): path for path, module in self.model.named_modules()}
+        owners = {first[id(self.modules[path])] for path in owners}
+        called = _innermost(path for path in owners if self._fits(path, name))
+        return called or self._raised(name, owners)
+
+    def _raised(self, name: str, paths: set[str]) -> set[str]:
+        return _outermost({self._climb(path, name) for path in paths})
+
+    def _climb(self, path: str, name: str) -> str:
+        """The closest module above that is called and sees whole examples; "" is the model."""
+        while path:
+            path = path.rpartition(".")[0]
+            if not path or self._fits(path, name):
+                return path
+        return path
+
+    def _fits(self, path: str, name: str) -> bool:
+        layout = self.layouts.get(path)
+        if layout is None or not path:
+            return False
+        if find_rule(self.modules[path], self._local(path, name)):
+            return layout.lookup_once or (
+                layout.sees_whole_examples and layout.inputs[0] is not None
+            )
+        return layout.sees_whole_examples and layout.replayable
+
+    def _local(self, path: str, name: str) -> list[str]:
+        """The names by which a module knows a parameter of the model (several if it is tied)."""
+        param = self.params[name]
+        named = self.modules[path].named_parameters(remove_duplicate=False)
+        return [local for local, own in named if own is param]
+
+    def _units(self, homes: dict[str, set[str]]) -> list[Unit]:
+        self._join_nested_replays(homes)
+        units = []
+        for path, params in self._grouped(homes).items():
+            module, layout = self.modules[path], self.layouts[path]
+            assert layout is not None
+            units.append(Unit(path, module, params, find_rule(module, params), layout))
+        return units
+
+    def _grouped(self, homes: dict[str, set[str]]) -> dict[str, dict[str, str]]:
+        grouped: dict[str, dict[str, str]] = {}
+        for name, paths in homes.items():
+            for path in paths:
+                grouped.setdefault(path, {})[self._local(path, name)[0]] = name
+        return grouped
+
+    def _join_nested_replays(self, homes: dict[str, set[str]]) -> None:
+        """A replay inside a larger replay joins it: one replay per tuner layer, not one per part."""
+        grouped = self._grouped(homes)
+        replayed = [p for p, params in grouped.items() if not find_rule(self.modules[p], params)]
+        top = {
+            path: min((o for o in replayed if path == o or path.startswith(o + ".")), key=len)
+            for path in replayed
+        }
+        for name, paths in homes.items():
+            homes[name] = _outermost({top.get(path, path) for path in paths})
+
+
+def _differing(terms: dict[str, Term], sums: dict[str, Tensor]) -> set[str]:
+    """Names whose per-example gradients do not add up to autograd's gradient of the summed loss."""
+    total = torch.stack([grad.float().square().sum() for grad in sums.values()]).sum().sqrt()
+    found = set()
+    for name, grad in sums.items():
+        tolerance = 1e-3 if grad.dtype in (torch.float32, torch.float64) else 5e-2
+        if name in terms:
+            ones = torch.ones(terms[name].batch, device=grad.device)
+            error = (terms[name].weighted_sum(ones).float() - grad.float()).norm()
+        else:
+            error = grad.float().norm()
+        if not error <= tolerance * (grad.float().norm() + 0.01 * total):
+            found.add(name)
+    return found
+
+
+def _innermost(paths: Iterable[str]) -> set[str]:
+    """No path around another: the smallest modules."""
+    paths = set(paths)
+    return {path for path in paths if not any(o.startswith(path + ".") for o in paths)}
+
+
+def _outermost(paths: Iterable[str]) -> set[str]:
+    """No path inside another: a use inside both would be counted twice."""
+    paths = set(paths)
+    if "" in paths:
+        return {""}
+    return {path for path in paths if not any(path.startswith(other + ".") for other in paths)}
+
+
+@contextmanager
+def plain_grads(params: Iterable[nn.Parameter]):  # type: ignore[no-untyped-def]
+    """``.grad`` is empty inside and afterwards what it was before: a user's own is never touched."""
+    params = list(params)
+    saved = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, saved, strict=True):
+            p.grad = grad
