@@ -1,1 +1,1 @@
-"""Exact per-example gradients of whatever trains, clipped and summed. The only place that meets hooks."""
+"""Exact per-example gradients of whatever trains, clipped and summed: the one home of hooks."""

@@ -26,11 +26,11 @@ class _StartOfGradient(torch.autograd.Function):
     """Makes an output require a gradient although nothing below it does (frozen embeddings)."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, _anchor: Tensor) -> Tensor:
+    def forward(_ctx: Any, output: Tensor, _anchor: Tensor) -> Tensor:
         return output.clone()  # not a view: models may write into it in place
 
     @staticmethod
-    def backward(ctx: Any, *_grads: Tensor) -> tuple[None, None]:
+    def backward(_ctx: Any, *_grads: Tensor) -> tuple[None, None]:
         return None, None
 
 
@@ -86,7 +86,7 @@ class Capture:
             states.append(RandomState.of(own[0].device) if draws else None)
             return self._expanded(args, kwargs) if unit.expands else None
 
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not (self.recording and torch.is_grad_enabled()):
                 return None
             for param in own:

@@ -69,7 +69,7 @@ class Engine(ABC):
         """Per-example gradients of the parameters that the batch reaches; at least one row."""
 
     def per_example_grads(self, batch: Batch) -> dict[str, Tensor]:
-        """name -> (B, *shape) float32; zeros for a parameter that is not reached."""
+        """Float32 gradients by name, (B, *shape); zeros for a parameter that is not reached."""
         size, params = batch_size_of(batch), self._trainable()
         terms = self.terms(batch, size) if size else {}
         return {

@@ -8,6 +8,8 @@ two and on three rows before it is trusted, and no attribute of Opacus's stays o
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
@@ -89,18 +91,16 @@ def disagreement(found: Tensor | None, truth: Tensor, whole: dict[str, Term]) ->
     return f"its gradient is off by {float((error / allowed).max()) * tolerance:.1e} of its norm"
 
 
-class without_dropout:  # noqa: N801  (reads as a statement)
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Eval mode inside, each module's own mode afterwards."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modes = [(module, module.training) for module in model.modules()]
-
-    def __enter__(self) -> None:
-        for module, _ in self.modes:
-            module.training = False
-
-    def __exit__(self, *_: object) -> None:
-        for module, mode in self.modes:
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
             module.training = mode
 
 

@@ -122,7 +122,7 @@ class Replayer:
         return {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
 
     def _whole_batch_at_a_time(self, call: Call, grads: dict[int, Tensor]) -> dict[str, Tensor]:
-        """The forward's own draw for all rows; a backward for each, with the others' set to zero."""
+        """The forward's own draw for all rows; a backward for each, with the others set to 0."""
         assert call.random_state is not None
         after = RandomState.of(call.random_state.device)
         params = {name: p.requires_grad_() for name, p in self._params().items()}

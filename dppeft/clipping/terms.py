@@ -143,7 +143,7 @@ class Lookup:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """Uses of different kinds (a tied embedding and head): measured row by row, never all at once."""
+    """Uses of different kinds (a tied embedding and head): measured a few rows at a time."""
 
     terms: Sequence[Term]
 

@@ -11,38 +11,19 @@ arrives at the model itself is computed one row at a time, which is the definiti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from dppeft._types import Batch, PerExampleLoss
+from dppeft.clipping.layout import Calls, Layout, layout_of
 from dppeft.clipping.rules import Rule, find_rule
 from dppeft.clipping.terms import Term
 from dppeft.errors import ArgumentError, UnsupportedModelError
-
-MIXED = -1  # the shape depends on the batch, but not as one axis of one entry per row
-_INERT = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, nn.Module)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the batch lies in a module's inputs and outputs: an axis, None (constant) or MIXED."""
-
-    inputs: tuple[int | None, ...]
-    outputs: tuple[tuple[int, int | None], ...]  # (position among the outputs, axis)
-    lookup_once: bool  # its one input is (1, T): the same positions for every row
-    replayable: bool  # no arguments with a state of their own, such as a cache
-
-    @property
-    def sees_whole_examples(self) -> bool:
-        """Each output has one entry per row, and no input depends on the batch in another way."""
-        outputs = [axis for _, axis in self.outputs]
-        return bool(outputs) and None not in outputs and MIXED not in (*self.inputs, *outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,75 +51,7 @@ class UnitPlan:
     unreached: frozenset[str] = frozenset()
 
 
-class _Call(NamedTuple):
-    """The shapes of one call; of the outputs only those that a gradient can come back to."""
-
-    inputs: list[torch.Size | str]
-    outputs: dict[int, torch.Size | str]
-    with_grad: bool
-
-
 Trial = Callable[[list[Unit], Batch, int], tuple[dict[str, Term], set[str]]]
-
-
-@dataclass(eq=False)
-class _Calls:
-    """Every call of every module in one forward, by path."""
-
-    of: dict[str, list[_Call]] = field(default_factory=dict)
-
-    def hook(self, path: str) -> Callable[..., None]:
-        def record(_m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            with_grad = torch.is_grad_enabled()  # off in a reentrant checkpoint's first pass
-            inputs = [_shape(leaf) for leaf in tree_flatten((args, kwargs))[0]]
-            outputs = {
-                position: leaf.shape
-                for position, leaf in enumerate(tree_flatten(output)[0])
-                if isinstance(leaf, Tensor)
-                and (leaf.requires_grad or (not with_grad and leaf.is_floating_point()))
-            }
-            self.of.setdefault(path, []).append(_Call(inputs, outputs, with_grad))
-
-        return record
-
-
-def _shape(leaf: object) -> torch.Size | str:
-    if isinstance(leaf, Tensor):
-        return leaf.shape
-    return "inert" if isinstance(leaf, _INERT) else "opaque"
-
-
-def _axis(two: torch.Size | str, three: torch.Size | str) -> int | None:
-    if isinstance(two, str) or isinstance(three, str):
-        return None
-    if len(two) != len(three):
-        return MIXED
-    differing = [axis for axis, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
-    if not differing:
-        return None
-    axis = differing[0]
-    return axis if len(differing) == 1 and (two[axis], three[axis]) == (2, 3) else MIXED
-
-
-def _layout(module: nn.Module, two: list[_Call], three: list[_Call]) -> Layout | None:
-    """The layout that all calls of a module share, or None where they differ."""
-    if len(two) != len(three):
-        return None
-    layouts = set()
-    for a, b in zip(two, three, strict=True):
-        if len(a.inputs) != len(b.inputs) or a.outputs.keys() != b.outputs.keys():
-            return None
-        shapes = [shape for shape in a.inputs if not isinstance(shape, str)]
-        layouts.add(
-            Layout(
-                inputs=tuple(map(_axis, a.inputs, b.inputs)),
-                outputs=tuple((k, _axis(a.outputs[k], b.outputs[k])) for k in a.outputs),
-                lookup_once=isinstance(module, nn.Embedding)
-                and [len(shape) > 1 and shape[0] == 1 for shape in shapes] == [True],
-                replayable="opaque" not in a.inputs,
-            )
-        )
-    return layouts.pop() if len(layouts) == 1 else None
 
 
 def rows_of(batch: Batch, batch_size: int, rows: list[int]) -> dict[str, Any]:
@@ -164,7 +77,7 @@ def check_losses(losses: object, batch_size: int) -> Tensor:
 
 
 @contextmanager
-def untouched_random_state(model: nn.Module):  # type: ignore[no-untyped-def]
+def untouched_random_state(model: nn.Module) -> Iterator[None]:
     """Draws made inside leave torch's global generators as they were."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
@@ -223,9 +136,9 @@ class Planner:
             self._refuse_lost_gradients(calls_three, reached)
             return self._settle(three, sums, trial)
 
-    def _probe(self, batch: Batch, size: int) -> tuple[_Calls, dict[str, Tensor]]:
+    def _probe(self, batch: Batch, size: int) -> tuple[Calls, dict[str, Tensor]]:
         """One forward with every call recorded, and autograd's own gradient of the summed loss."""
-        calls = _Calls()
+        calls = Calls()
         torch.manual_seed(0)  # the trial draws the same dropout; the caller restores the state
         handles = [
             module.register_forward_hook(calls.hook(path), with_kwargs=True)
@@ -246,12 +159,12 @@ class Planner:
             grads = {name: p.grad for name, p in self.params.items()}
         return {name: grad.to_dense() for name, grad in grads.items() if grad is not None}
 
-    def _read_layouts(self, two: _Calls, three: _Calls) -> None:
+    def _read_layouts(self, two: Calls, three: Calls) -> None:
         for path, module in self.model.named_modules():
             if path in two.of and path in three.of:
-                self.layouts[path] = _layout(module, two.of[path], three.of[path])
+                self.layouts[path] = layout_of(module, two.of[path], three.of[path])
 
-    def _refuse_lost_gradients(self, calls: _Calls, reached: set[str]) -> None:
+    def _refuse_lost_gradients(self, calls: Calls, reached: set[str]) -> None:
         """A reentrant checkpoint whose inputs need no gradient drops its parameters' gradients."""
         for name in self.params.keys() - reached:
             path = name.rpartition(".")[0]
@@ -264,7 +177,7 @@ class Planner:
                 )
 
     def _settle(self, batch: Batch, sums: dict[str, Tensor], trial: Trial) -> UnitPlan:
-        """Moves parameters up until the units give autograd's gradient, and autograd none besides."""
+        """Moves parameters up until the units give autograd's gradient and autograd no other."""
         unreached = frozenset(self.params.keys() - sums.keys())
         homes = {name: self._owners(name) for name in sums}
         while True:
@@ -338,7 +251,7 @@ class Planner:
         return grouped
 
     def _join_nested_replays(self, homes: dict[str, set[str]]) -> None:
-        """A replay inside a larger replay joins it: one replay per tuner layer, not one per part."""
+        """A replay inside a larger replay joins it: one replay for a tuner layer, not several."""
         grouped = self._grouped(homes)
         replayed = [p for p, params in grouped.items() if not find_rule(self.modules[p], params)]
         top = {
@@ -380,8 +293,8 @@ def _outermost(paths: Iterable[str]) -> set[str]:
 
 
 @contextmanager
-def plain_grads(params: Iterable[nn.Parameter]):  # type: ignore[no-untyped-def]
-    """``.grad`` is empty inside and afterwards what it was before: a user's own is never touched."""
+def plain_grads(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """``.grad`` is empty inside, and afterwards what it was before: a user's own is kept."""
     params = list(params)
     saved = [p.grad for p in params]
     for p in params:
