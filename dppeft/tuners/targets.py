@@ -1,0 +1,141 @@
+"""Where a method acts in a model: its default targets, and the head that always trains."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+from dppeft._kind import ModelKind, unwrap
+
+# What implementations call the projections to queries and values, one line per convention; a
+# convention counts when all of its names are there. Fused projections hold the keys as well.
+_QUERY_VALUE = (
+    ("query", "value"),  # BERT, RoBERTa, ALBERT, ELECTRA, ViT
+    ("q_proj", "v_proj"),  # Llama, BART, OPT, CLIP
+    ("query_proj", "value_proj"),  # DeBERTa-v2
+    ("q_lin", "v_lin"),  # DistilBERT, XLM
+    ("q", "v"),  # T5, MPNet
+    ("q_linear", "v_linear"),
+    ("linear_q", "linear_v"),  # Conformers
+    ("to_q", "to_v"),
+    ("wq", "wv"),
+    ("query_key_value",),  # GPT-NeoX, BLOOM, Falcon
+    ("Wqkv",),  # ModernBERT, MPT
+    ("qkv_proj",),  # Phi-3
+    ("qkv",),
+    ("c_attn",),  # GPT-2
+    ("in_proj",),  # DeBERTa
+)
+# What a classification head is called where nothing but its name tells: plain nn.Modules.
+_HEAD_NAMES = ("classifier", "score", "classification_head", "head", "fc", "qa_outputs")
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Names of the layers that a low-rank adapter can stand beside.
+
+    Linear layers inside ``nn.MultiheadAttention`` are left out: it reads their weights without
+    calling them, so that an adapter there would have no effect.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    blind = tuple(
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    )
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not name.startswith(blind)
+    ]
+
+
+def describe_linear_layers(model: nn.Module) -> str:
+    """One line for error messages: ``query (2), value (2), classifier (1)``."""
+    counts = Counter(_last_word(name) for name in linear_layers(model))
+    return ", ".join(f"{word} ({count})" for word, count in counts.items()) or "none"
+
+
+def default_targets(
+    model: nn.Module, table: dict[str, list[str] | str], *, norms: bool = False
+) -> list[str] | str | None:
+    """The modules that a tuner targets when the user names none.
+
+    Args:
+        model: bare.
+        table: model type -> targets: the tuner's own table in PEFT. It comes first.
+        norms: whether the tuner acts on normalisation layers instead of linear ones.
+
+    Returns:
+        Targets as PEFT takes them; None where neither the table nor the usual names fit.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    listed = table.get(model_type) if model_type else None
+    names = [name for name, _ in model.named_modules()]
+    if listed and any(_hits(listed, name) for name in names):
+        return listed
+    if norms:
+        layers = [
+            name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()
+        ]
+        return sorted({_last_word(name) for name in layers}) or None
+    words = {_last_word(name) for name in linear_layers(model)}
+    for convention in _QUERY_VALUE:
+        if words.issuperset(convention):
+            return list(convention)
+    return None
+
+
+def missing_targets(model: nn.Module, targets: Iterable[str]) -> list[str]:
+    """Those of the targets that match no module. PEFT itself passes over them in silence."""
+    names = [name for name, _ in model.named_modules()]
+    return [target for target in targets if not any(_hits([target], name) for name in names)]
+
+
+def find_head(model: nn.Module, kind: ModelKind) -> list[str]:
+    """The modules that make the prediction and are new for the task, so that they must train.
+
+    In a ``transformers`` classifier: whatever holds parameters beside the pretrained backbone
+    (``base_model_prefix``): ``classifier``, ``score``, DistilBERT's ``pre_classifier`` and
+    ``classifier``, DeBERTa's ``pooler`` and ``classifier``, ``qa_outputs``. A pooler inside the
+    backbone (BERT) counts as pretrained. A language model has no head of its own: its output layer
+    is pretrained and often tied to the embedding. In a plain ``nn.Module``: the children with the
+    usual names of a head, else its last linear layer.
+    """
+    model = unwrap(model)
+    if kind in ("causal_lm", "seq2seq_lm", "masked_lm"):
+        return []
+    prefix = getattr(model, "base_model_prefix", "")
+    if prefix:
+        if kind == "other" and model.get_output_embeddings() is not None:
+            return []
+        if not hasattr(model, prefix):  # the backbone itself
+            return [] if kind == "other" else _named_head(model)
+        return [
+            name
+            for name, child in model.named_children()
+            if name != prefix and next(child.parameters(), None) is not None
+        ]
+    return _named_head(model) or linear_layers(model)[-1:]
+
+
+def _named_head(model: nn.Module) -> list[str]:
+    return [
+        name
+        for name, child in model.named_children()
+        if name in _HEAD_NAMES and next(child.parameters(), None) is not None
+    ]
+
+
+def _hits(targets: list[str] | str, name: str) -> bool:
+    """PEFT's own rule: a regular expression for the whole name, or the last words of it."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _last_word(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
