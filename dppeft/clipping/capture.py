@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dppeft._types import Batch, PerExampleLoss
+from dppeft.clipping.probing import check_losses, plain_grads
 from dppeft.clipping.replay import Call, RandomState, Replayer
 from dppeft.clipping.terms import Term, add
-from dppeft.clipping.units import Unit, check_losses, plain_grads
+from dppeft.clipping.units import Unit
 from dppeft.errors import UnsupportedModelError
 
 

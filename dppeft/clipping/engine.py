@@ -17,18 +17,10 @@ from dppeft import _validate
 from dppeft._types import Batch, ClippedSum, PerExampleLoss
 from dppeft.clipping.capture import Capture
 from dppeft.clipping.factors import CLIPPINGS, clip_factors
+from dppeft.clipping.probing import by_row, refuse_mixing, trainable
 from dppeft.clipping.replay import Replayer
-from dppeft.clipping.terms import Dense, Term, at_least_float32
-from dppeft.clipping.units import (
-    Planner,
-    Unit,
-    UnitPlan,
-    check_losses,
-    plain_grads,
-    refuse_mixing,
-    rows_of,
-    trainable,
-)
+from dppeft.clipping.terms import Term
+from dppeft.clipping.units import Planner, Unit, UnitPlan
 from dppeft.errors import ArgumentError, ArgumentTypeError, UnsupportedModelError
 
 ENGINES = ("auto", "opacus")
@@ -153,9 +145,11 @@ class ExactEngine(Engine):
         if self._plan is None or signature != self._signature:
             refuse_mixing(self.model)
             planner = Planner(self.model, self.loss)
-            self._set(planner.plan(batch, batch_size, self._trial))
-            self._signature = signature
-        assert self._plan is not None
+            plan = planner.plan(batch, batch_size, self._trial)
+            if plan is None:  # nothing finite to learn from; look again at the next batch
+                return UnitPlan([], by_row=next(iter(planner.params)))
+            self._plan, self._signature = plan, signature
+            self._replayers = {u.path: Replayer(u) for u in plan.units if u.rule is None}
         return self._plan
 
     def terms(self, batch: Batch, batch_size: int) -> dict[str, Term]:
@@ -175,33 +169,11 @@ class ExactEngine(Engine):
             "is not exact. Freeze it, or make the forward pass the same for every batch."
         )
 
-    def _set(self, plan: UnitPlan) -> None:
-        self._plan = plan
-        self._replayers = {unit.path: Replayer(unit) for unit in plan.units if unit.rule is None}
-
     def _trial(
         self, units: list[Unit], batch: Batch, size: int
     ) -> tuple[dict[str, Term], set[str]]:
         replayers = {unit.path: Replayer(unit) for unit in units if unit.rule is None}
         return Capture(self.model, units, replayers).run(self.loss, batch, size)
-
-
-def by_row(
-    model: nn.Module, loss: PerExampleLoss, batch: Batch, batch_size: int
-) -> dict[str, Term]:
-    """The definition: each example alone, one forward and one backward for each."""
-    params = trainable(model)
-    rows: list[dict[str, Tensor]] = []
-    for row in range(batch_size):
-        with plain_grads(params.values()):
-            losses = check_losses(loss(model, rows_of(batch, batch_size, [row])), 1)
-            if losses.requires_grad:
-                losses.sum().backward()
-            rows.append({
-                name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().detach()
-                for name, p in params.items()
-            })
-    return {n: Dense(at_least_float32(torch.stack([r[n] for r in rows]))) for n in params}
 
 
 def make_engine(

@@ -8,24 +8,26 @@ two and on three rows before it is trusted, and no attribute of Opacus's stays o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from torch import Tensor, nn
 
 from dppeft._types import Batch, PerExampleLoss
-from dppeft.clipping.engine import Engine, by_row
-from dppeft.clipping.terms import Dense, Term, at_least_float32
-from dppeft.clipping.units import (
+from dppeft.clipping.engine import Engine
+from dppeft.clipping.probing import (
+    by_row,
     check_losses,
+    computes_exactly,
+    disagreement,
     plain_grads,
     refuse_mixing,
     rows_of,
     trainable,
     untouched_random_state,
+    without_dropout,
 )
+from dppeft.clipping.terms import Dense, Term, at_least_float32
 from dppeft.errors import UnsupportedModelError
 
 _LEFT_ON_MODULES = ("activations", "max_batch_len", "ft_compute_sample_grad")
@@ -59,9 +61,10 @@ class OpacusEngine(Engine):
         except Exception as error:
             why = f"its hooks fail ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
             raise self._refusal("this model", why) from error
+        exact = computes_exactly(self.model)
         truth = by_row(self.model, self.loss, batch, size)
         for name, term in truth.items():
-            wrong = disagreement(found.get(name), term.instantiate(), truth)
+            wrong = disagreement(found.get(name), term.instantiate(), truth, exact=exact)
             if wrong:
                 raise self._refusal(name, wrong)
 
@@ -70,38 +73,6 @@ class OpacusEngine(Engine):
             f"engine='opacus' cannot be used for {what}: {why}. Use engine='auto', which is exact "
             "here or says why not."
         )
-
-
-def disagreement(found: Tensor | None, truth: Tensor, whole: dict[str, Term]) -> str | None:
-    """How per-example gradients of one parameter differ from the definition, or None.
-
-    A difference counts relative to the parameter's own gradient, with a floor of 1e-4 of the
-    example's whole gradient (BERT's key biases have a gradient that is zero but for rounding).
-    """
-    if found is None:
-        return "it gives no gradient" if bool(truth.abs().max() > 0) else None
-    if found.shape != truth.shape:
-        return f"it gives gradients of shape {tuple(found.shape)} instead of {tuple(truth.shape)}"
-    tolerance = 1e-3 if truth.dtype in (torch.float32, torch.float64) else 5e-2
-    total = torch.stack([term.norms_sq() for term in whole.values()]).sum(0).sqrt()
-    error = (found.to(truth.dtype) - truth).flatten(1).norm(dim=1)
-    allowed = tolerance * (truth.flatten(1).norm(dim=1) + 0.1 * total) + 1e-7
-    if bool((error <= allowed).all()):
-        return None
-    return f"its gradient is off by {float((error / allowed).max()) * tolerance:.1e} of its norm"
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, each module's own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _hooked(

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from dppeft._types import Batch, ClippedSum, PerExampleLoss
-from dppeft.clipping.engine import batch_size_of, by_row, make_engine
-from dppeft.clipping.opacus import disagreement, without_dropout
-from dppeft.clipping.units import (
-    check_losses,
+from dppeft.clipping.engine import batch_size_of, make_engine
+from dppeft.clipping.probing import (
+    by_row,
+    computes_exactly,
+    disagreement,
+    refuse_dependence,
     refuse_mixing,
     rows_of,
     trainable,
     untouched_random_state,
+    without_dropout,
 )
 from dppeft.errors import ArgumentError, UnsupportedModelError
 
@@ -70,15 +73,15 @@ def check(
     if optimizer is not None:
         check_optimizer(model, optimizer)
     with untouched_random_state(model), without_dropout(model):
-        _refuse_dependence(model, batch, size, loss)
+        refuse_dependence(model, batch, size, loss)
         made = make_engine(model, loss=loss, engine=engine)
         truth = by_row(model, loss, batch, size)
         found = made.per_example_grads(batch)
         total = torch.stack([t.norms_sq() for t in truth.values()]).sum(0).sqrt().float()
-        worst = 0.0
+        worst, exact = 0.0, computes_exactly(model)
         for name, term in truth.items():
             alone = term.instantiate()
-            wrong = disagreement(found.get(name), alone, truth)
+            wrong = disagreement(found.get(name), alone, truth, exact=exact)
             if wrong:
                 raise UnsupportedModelError(
                     f"{name}: {wrong} when compared with each example alone. Freeze it or choose "
@@ -127,29 +130,6 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"The optimizer holds {len(foreign)} tensors that do not train, such as {foreign[0]}. "
             "Make it after dppeft.wrap, from [p for p in model.parameters() if p.requires_grad]."
         )
-
-
-def _refuse_dependence(model: nn.Module, batch: Batch, size: int, loss: PerExampleLoss) -> None:
-    """Row 0's loss among its neighbours, among copies of itself, and alone."""
-    with torch.no_grad():
-        together = check_losses(loss(model, batch), size)
-        order = list(range(size))[::-1]
-        reversed_ = check_losses(loss(model, rows_of(batch, size, order)), size).flip(0)
-        alone = torch.stack([
-            check_losses(loss(model, rows_of(batch, size, [i])), 1)[0] for i in range(size)
-        ])
-        copies = check_losses(loss(model, rows_of(batch, size, [0] * size)), size)[0]
-    tolerance = 1e-3 if together.dtype in (torch.float32, torch.float64) else 3e-2
-    low = next(model.parameters()).dtype not in (torch.float32, torch.float64)
-    tolerance = 3e-2 if low else tolerance
-    for other, first in ((reversed_, together), (alone, together), (copies[None], together[:1])):
-        if not torch.allclose(other, first, rtol=tolerance, atol=tolerance, equal_nan=True):
-            raise UnsupportedModelError(
-                "An example's loss changes with the other examples of its batch (batch "
-                "statistics, attention or routing across examples, or a loss averaged over the "
-                "batch). Such a model has no per-example gradients: find the layer that mixes "
-                "rows, or return each example's own loss."
-            )
 
 
 def _sensitivity(

@@ -8,13 +8,14 @@ random state where the module draws random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.func import functional_call, vjp, vmap
+from torch import Tensor, nn
+from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dppeft.clipping.terms import Dense, Term, at_least_float32
@@ -59,6 +60,7 @@ class Replayer:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.vmap_works = True
+        self._sites = {local: _sites_of(unit.module, local) for local in unit.params}
 
     def terms(self, call: Call, grads: dict[int, Tensor]) -> dict[str, Term]:
         """Per-example gradients of the unit's parameters.
@@ -82,9 +84,24 @@ class Replayer:
 
     def _forward(self, params: dict[str, Tensor], leaves: Sequence[Any], call: Call, of: Any):  # type: ignore[no-untyped-def]
         args, kwargs = tree_unflatten(list(leaves), call.structure)
-        output = functional_call(self.unit.module, params, args, kwargs)
-        outputs = tree_flatten(output)[0]
+        with self._in_place_of_parameters(params):
+            outputs = tree_flatten(self.unit.module(*args, **kwargs))[0]
         return [outputs[position] for position in of]
+
+    @contextmanager
+    def _in_place_of_parameters(self, params: dict[str, Tensor]) -> Iterator[None]:
+        # torch.func.functional_call leaves its tensors behind in a module that hangs in two places
+        # of the tree (VB-LoRA's bank), so each place is exchanged here exactly once.
+        saved = []
+        try:
+            for local, tensor in params.items():
+                for module, key in self._sites[local]:
+                    saved.append((module, key, module._parameters[key]))
+                    module._parameters[key] = tensor  # type: ignore[assignment]
+            yield
+        finally:
+            for module, key, param in reversed(saved):
+                module._parameters[key] = param
 
     def _vmapped(self, call: Call, grads: dict[int, Tensor]) -> dict[str, Tensor] | None:
         in_axes = self.unit.layout.inputs
@@ -136,6 +153,17 @@ class Replayer:
             cotangents = [_only(grads[k], out_axes[k], row) for k in grads]
             rows.append(_gradients(outputs, params, cotangents, retain=True))
         return {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
+
+
+def _sites_of(module: nn.Module, local: str) -> list[tuple[nn.Module, str]]:
+    """Every place inside a module that holds this parameter."""
+    param = module.get_parameter(local)
+    return [
+        (owner, key)
+        for owner in module.modules()
+        for key, own in owner._parameters.items()
+        if own is param
+    ]
 
 
 def _only(grad: Tensor, axis: int, row: int) -> Tensor:

@@ -1,0 +1,202 @@
+"""Looking at a model on a few rows without leaving a trace, and refusing what mixes examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dppeft._types import Batch, PerExampleLoss
+from dppeft.clipping.terms import Dense, Term, at_least_float32
+from dppeft.errors import ArgumentError, UnsupportedModelError
+
+
+def rows_of(batch: Batch, batch_size: int, rows: list[int]) -> dict[str, Any]:
+    """The given rows of a batch; entries without a row for each example stay as they are."""
+    return {
+        key: value[torch.tensor(rows, device=value.device)]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch_size
+        else value
+        for key, value in batch.items()
+    }
+
+
+def check_losses(losses: object, batch_size: int) -> Tensor:
+    """The losses themselves; an error unless there is exactly one value for each example."""
+    shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if shape != (batch_size,) or not isinstance(losses, Tensor):
+        raise ArgumentError(
+            f"The loss returned {shape}; expected one value per example, shape ({batch_size},). "
+            "A reduced loss has no per-example gradients: use reduction='none' and average over "
+            "each example's own targets."
+        )
+    return losses
+
+
+@contextmanager
+def untouched_random_state(model: nn.Module) -> Iterator[None]:
+    """Draws made inside leave torch's global generators as they were."""
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter, each once, for what requires a gradient."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def refuse_mixing(model: nn.Module) -> None:
+    """Raises for layers that mix the examples of a batch by construction."""
+    batch_norms = nn.modules.batchnorm._BatchNorm
+    for path, module in model.named_modules():
+        if isinstance(module, batch_norms) and (module.training or module.running_mean is None):
+            raise UnsupportedModelError(
+                f"{path}: {type(module).__name__} normalises over the examples of a batch, so one "
+                "example has no gradient of its own. Replace it by GroupNorm or LayerNorm, or put "
+                "it in eval mode and keep it there."
+            )
+        if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+            for option in ("max_norm", "scale_grad_by_freq"):
+                if getattr(module, option):
+                    raise UnsupportedModelError(
+                        f"{path}: Embedding with {option} depends on the whole batch. "
+                        f"Build it without {option}."
+                    )
+
+
+@contextmanager
+def plain_grads(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """``.grad`` is empty inside, and afterwards what it was before: a user's own is kept."""
+    params = list(params)
+    saved = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, saved, strict=True):
+            p.grad = grad
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, each module's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def refuse_dependence(
+    model: nn.Module, batch: Batch, batch_size: int, loss: PerExampleLoss
+) -> None:
+    """Raises where an example's loss changes with its neighbours: reversed, copied, or absent.
+
+    Padding counts as a neighbour's doing: how much there is depends on the longest row.
+    """
+    order = list(range(batch_size))[::-1]
+    with torch.enable_grad(), without_dropout(model):  # some layers take a shortcut without grad
+
+        def losses(rows: list[int]) -> Tensor:
+            found = loss(model, rows_of(batch, batch_size, rows))
+            return check_losses(found, len(rows)).detach().float()
+
+        together = losses(order[::-1])
+        others = {
+            "reversed": (losses(order).flip(0), together),
+            "alone": (torch.cat([losses([row]) for row in order[::-1]]), together),
+            "copies": (losses([0] * batch_size)[:1], together[:1]),
+        }
+        others |= {
+            f"row {row} without padding": (
+                check_losses(loss(model, shorter), 1).detach().float(),
+                together[row : row + 1],
+            )
+            for row in range(batch_size)
+            if (shorter := _without_padding(batch, batch_size, row)) is not None
+        }
+    tolerance = 1e-4 if computes_exactly(model) else 3e-2
+    for how, (other, first) in others.items():
+        if not torch.allclose(other, first, rtol=tolerance, atol=tolerance, equal_nan=True):
+            raise UnsupportedModelError(
+                f"An example's loss changes with the other examples of its batch ({how}: batch "
+                "statistics, attention or routing across examples, or a loss averaged over the "
+                "batch), so it has no gradient of its own. Find the layer that mixes rows and "
+                "replace it, or return each example's own loss."
+            )
+
+
+def _without_padding(batch: Batch, batch_size: int, row: int) -> dict[str, Any] | None:
+    """One row with the columns that its attention mask hides cut off; None where there are none."""
+    alone = rows_of(batch, batch_size, [row])
+    mask = alone.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or "decoder_input_ids" in alone:
+        return None
+    width, length = mask.shape[1], int(mask.sum())
+    if length == width or not bool(mask[0, :length].all()):  # full, or padded on the left
+        return None
+
+    def is_padded(key: str, value: object) -> bool:
+        fits = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == width
+        # A decoder's labels may happen to be as wide as the encoder's input.
+        return fits and (key != "labels" or bool((value[:, length:] == -100).all()))
+
+    return {k: v[:, :length] if is_padded(k, v) else v for k, v in alone.items()}
+
+
+def computes_exactly(model: nn.Module) -> bool:
+    """Whether gradients carry float32's precision: no weights or autocast below it."""
+    full = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    return full and not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+def by_row(
+    model: nn.Module, loss: PerExampleLoss, batch: Batch, batch_size: int
+) -> dict[str, Term]:
+    """The definition: each example alone, one forward and one backward for each."""
+    params = trainable(model)
+    rows: list[dict[str, Tensor]] = []
+    for row in range(batch_size):
+        with plain_grads(params.values()):
+            losses = check_losses(loss(model, rows_of(batch, batch_size, [row])), 1)
+            if losses.requires_grad:
+                losses.sum().backward()
+            rows.append({
+                name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().detach()
+                for name, p in params.items()
+            })
+    return {n: Dense(at_least_float32(torch.stack([r[n] for r in rows]))) for n in params}
+
+
+def disagreement(
+    found: Tensor | None, truth: Tensor, whole: dict[str, Term], *, exact: bool = True
+) -> str | None:
+    """How per-example gradients of one parameter differ from the definition, or None.
+
+    ``exact`` is false where the model computes in less than float32.
+
+    A difference counts relative to the parameter's own gradient, with a floor relative to the
+    example's whole gradient (BERT's key biases have a gradient that is zero but for rounding).
+    """
+    if found is None:
+        return "it gives no gradient" if bool(truth.abs().max() > 0) else None
+    if found.shape != truth.shape:
+        return f"it gives gradients of shape {tuple(found.shape)} instead of {tuple(truth.shape)}"
+    tolerance, floor = (1e-3, 1e-5) if exact else (5e-2, 5e-3)
+    total = torch.stack([term.norms_sq() for term in whole.values()]).sum(0).sqrt()
+    error = (found.to(truth.dtype) - truth).flatten(1).norm(dim=1)
+    lost = ~truth.flatten(1).isfinite().all(1) & ~found.flatten(1).isfinite().all(1)
+    error = error.masked_fill(lost, 0)  # such a row contributes nothing either way
+    total = total.nan_to_num(0.0)
+    allowed = tolerance * truth.nan_to_num(0.0).flatten(1).norm(dim=1) + floor * total + 1e-9
+    if bool((error <= allowed).all()):
+        return None
+    return f"its gradient is off by {float((error / allowed).max()) * tolerance:.1e} of its norm"
