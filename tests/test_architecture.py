@@ -22,10 +22,11 @@ LAYERS = (
     ("_validate",),
     ("_types",),
     ("_kind",),
-    ("tuners", "clipping", "privacy", "text", "loss"),
+    ("tuners", "clipping", "privacy", "text", "loss", "tables"),
     ("sharing", "training"),
     ("wrapping",),
     ("__init__",),
+    ("classify",),
     ("cli", "__main__"),
 )
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
@@ -94,6 +95,12 @@ def test_tasks_and_notebooks_use_public_names_only() -> None:
     assert faults == []
 
 
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Documentation is not what makes a function long."""
+    first = node.body[0]
+    return 0 if ast.get_docstring(node) is None else (first.end_lineno or 0) - first.lineno + 1
+
+
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_short(path: Path) -> None:
     text = path.read_text()
@@ -104,7 +111,7 @@ def test_files_and_functions_stay_short(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     for node in functions:
-        length = (node.end_lineno or 0) - node.lineno + 1
+        length = (node.end_lineno or 0) - node.lineno + 1 - _docstring_lines(node)
         assert length <= MAX_FUNCTION_LINES, f"{path}:{node.lineno}: {node.name} has {length} lines"
 
 

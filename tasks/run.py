@@ -1,0 +1,239 @@
+"""Train a task privately, report it, share the adapter, and read it back in a new process.
+
+python -m tasks.run movie_reviews --method lora --epsilon 8
+python -m tasks.run sst2 --data FOLDER --method lora --epsilon 8
+accelerate launch --cpu --num_processes 2 -m tasks.run movie_reviews
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dppeft.errors import ArgumentError, DppeftError
+
+if TYPE_CHECKING:
+    from tasks.common import Rows, Task
+    from tasks.training import Fit
+
+TASKS = ("movie_reviews", "sst2", "mnli", "qnli", "qqp")
+SENTENCES = (
+    "a joy from start to finish , warm , funny and beautifully acted .",
+    "two hours of my life that i will never get back .",
+)
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line said."""
+
+    task: str
+    method: str
+    epsilon: float
+    delta: float
+    compare: bool
+    data: Path | None
+    model: str | None
+    output: Path
+    sentences: Sequence[str]
+    rows: int | None
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+
+@app.command()
+def main(
+    task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")],
+    method: Annotated[str, typer.Option(help="What trains; see `dppeft methods`.")] = "lora",
+    epsilon: Annotated[float, typer.Option(help="Budget of the run.")] = 8.0,
+    delta: Annotated[float, typer.Option(help="Below 1 / number of rows.")] = 1e-5,
+    compare: Annotated[bool, typer.Option(help="Train once more without privacy.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Folder of local files.")] = None,
+    model: Annotated[str | None, typer.Option(help="Base model; default: the demo's.")] = None,
+    output: Annotated[Path | None, typer.Option(help="New folder for what is shared.")] = None,
+    predict: Annotated[list[str] | None, typer.Option(help="A sentence to classify.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Use only so many private rows.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Expected visits per row.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Expected logical batch.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens kept of a row.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Rate of the adapter.")] = None,
+    head_lr: Annotated[float | None, typer.Option(help="Rate of the head.")] = None,
+    max_grad_norm: Annotated[float | None, typer.Option(help="Clipping threshold.")] = None,
+    clipping: Annotated[str | None, typer.Option(help="flat, per_layer or automatic.")] = None,
+    engine: Annotated[str, typer.Option(help="auto or opacus.")] = "auto",
+    precision: Annotated[str, typer.Option(help="auto, float32 or bf16.")] = "auto",
+    seed: Annotated[int | None, typer.Option(help="Reproducible, and marked so.")] = None,
+) -> None:
+    """Train a task privately and report the result beside what is simpler."""
+    started = time.strftime("%Y%m%d-%H%M%S")
+    settings = Settings(
+        task=task,
+        method=method,
+        epsilon=epsilon,
+        delta=delta,
+        compare=compare,
+        data=data,
+        model=model,
+        output=output or Path("runs") / f"{task}-{method}-eps{epsilon:g}-{started}",
+        sentences=predict or SENTENCES,
+        rows=rows,
+        engine_options={"engine": engine, "precision": precision, "seed": seed},
+        recipe={
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "max_length": max_length,
+            "lr": lr,
+            "head_lr": head_lr,
+            "max_grad_norm": max_grad_norm,
+            "clipping": clipping,
+        },
+    )
+    try:
+        run_task(settings)
+    except DppeftError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def run_task(settings: Settings) -> None:
+    """The whole way: rows, plan, training, report, export, a new process that reads it back."""
+    check_before_loading(settings)
+    import dppeft
+    from accelerate import Accelerator
+    from transformers import AutoTokenizer
+
+    from tasks.common import demo_encoder
+    from tasks.training import EncodedRows, encode, without_privacy
+
+    accelerator = Accelerator()
+    console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, highlight=False)
+    task = load_task(settings)
+    recipe, folder = task.recipe, settings.model or str(demo_encoder())
+    plan = dppeft.plan(
+        num_examples=len(task.train),
+        batch_size=recipe.batch_size,
+        epochs=recipe.epochs,
+        epsilon=settings.epsilon,
+        delta=settings.delta,
+        max_grad_norm=recipe.max_grad_norm,
+    )
+    print_plan(console, settings, task, plan)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded, cut = encode(task.train, tokenizer, recipe)
+    console.print(f"rows cut to {recipe.max_length} tokens: {cut} (not private, for you only)")
+    work = Work(
+        console=console,
+        task=task,
+        folder=folder,
+        tokenizer=tokenizer,
+        dataset=EncodedRows(encoded, task.train.labels),
+        method=settings.method,
+        engine_options={**settings.engine_options, "accelerator": accelerator},
+    )
+    model, done = work.train(plan, "private")
+    console.print(
+        f"trained {plan.steps} steps in {done.seconds:.0f} s: "
+        f"{done.examples_per_second:.0f} examples/s"
+    )
+    models = {f"private {settings.method}": model}
+    if settings.compare:
+        other, _ = work.train(without_privacy(plan), "without privacy")
+        models["the same recipe without privacy"] = other
+    for rows in task.evaluation:
+        work.report(rows, models, plan)
+    if accelerator.is_main_process:
+        share(console, settings, model, done.run)
+    accelerator.wait_for_everyone()
+
+
+def load_task(settings: Settings) -> Task:
+    """The task, with what the command line changes."""
+    from tasks.training import with_settings
+
+    task = importlib.import_module(f"tasks.{settings.task}").load(settings.data)
+    return dataclasses.replace(
+        task,
+        recipe=with_settings(task.recipe, **settings.recipe),
+        train=task.train.select(range(min(settings.rows or len(task.train), len(task.train)))),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What training and reporting share."""
+
+    console: Console
+    task: Task
+    folder: str
+    tokenizer: Any
+    dataset: Any
+    method: str
+    engine_options: dict[str, Any]
+
+    def train(self, plan: Any, title: str) -> tuple[Any, Fit]:
+        """A fresh model, trained by the plan."""
+        import dppeft
+
+        from tasks.classifier import build_classifier
+        from tasks.training import fit
+
+        base = build_classifier(self.folder, num_labels=len(self.task.classes))
+        model = dppeft.wrap(base, self.method, **self.task.recipe.options)
+        with progress_bar(self.console, plan, title) as progress:
+            done = fit(
+                model,
+                self.dataset,
+                plan,
+                self.task.recipe,
+                tokenizer=self.tokenizer,
+                progress=progress,
+                options=self.engine_options,
+            )
+        return model, done
+
+    def share(console: Console, settings: Settings, model: Any, run: Any) -> None:
+    """Export, say what is shared under which guarantee, read it back in a new process."""
+    import dppeft
+
+    spent = run.spent()
+    dppeft.export(model, settings.output, spent=run.card())
+    size = sum(path.stat().st_size for path in settings.output.rglob("*") if path.is_file())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    console.print(
+        f"shared: {size:,} bytes in {settings.output} (the model: {whole:,}), under "
+        f"({spent.epsilon:.2f}, {spent.delta:g})-DP for {spent.unit} ({spent.accountant}, "
+        f"{spent.steps} steps)"
+    )
+    command = [sys.executable, "-m", "tasks.predict", settings.task, str(settings.output)]
+    command += ["--model", settings.model] if settings.model else []
+    # A fresh process: nothing of this run but the folder. Names that a launcher set would make it
+    # wait for other ranks.
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {key: value for key, value in os.environ.items() if key not in launcher}
+    done = subprocess.run(
+        [*command, "--", *settings.sentences], env=env, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ArgumentError(f"The shared folder could not be read back: {done.stderr[-500:]}")
+    console.print("read back in a new process with peft.PeftModel.from_pretrained:")
+    console.print(done.stdout, end="", markup=False)
+
+
+if __name__ == "__main__":
+    app()
