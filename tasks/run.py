@@ -207,7 +207,34 @@ class Work:
             )
         return model, done
 
-    def share(console: Console, settings: Settings, model: Any, run: Any) -> None:
+    def report(self, rows: Rows, models: dict[str, Any], plan: Any) -> None:
+        """The first model's accuracy on its own line, and a table beside what is simpler."""
+        from tasks.classifier import predict
+        from tasks.training import accuracy, encode, majority_accuracy, words_accuracy
+
+        tokens, _ = encode(rows, self.tokenizer, self.task.recipe)
+        scores = {
+            name: accuracy(predict(model, tokens, self.tokenizer), rows.labels)
+            for name, model in models.items()
+        }
+        words = words_accuracy(
+            self.task.train,
+            rows,
+            classes=len(self.task.classes),
+            plan=plan,
+            options=self.engine_options,
+        )
+        table = Table("on " + rows.name, "accuracy")
+        table.add_row("majority class", f"{majority_accuracy(rows.labels):.3f}")
+        table.add_row("private bag of words, same epsilon", f"{words:.3f}")
+        for name, score in scores.items():
+            table.add_row(name, f"{score:.3f}")
+        self.console.print(table)
+        main_score = next(iter(scores.values()))
+        self.console.print(f"accuracy: {main_score:.3f} on {len(rows)} {rows.name}")
+
+
+def share(console: Console, settings: Settings, model: Any, run: Any) -> None:
     """Export, say what is shared under which guarantee, read it back in a new process."""
     import dppeft
 
