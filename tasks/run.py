@@ -114,10 +114,10 @@ def main(
 def run_task(settings: Settings) -> None:
     """The whole way: rows, plan, training, report, export, a new process that reads it back."""
     check_before_loading(settings)
-    import dppeft
     from accelerate import Accelerator
     from transformers import AutoTokenizer
 
+    import dppeft
     from tasks.common import demo_encoder
     from tasks.training import EncodedRows, encode, without_privacy
 
@@ -189,7 +189,6 @@ class Work:
     def train(self, plan: Any, title: str) -> tuple[Any, Fit]:
         """A fresh model, trained by the plan."""
         import dppeft
-
         from tasks.classifier import build_classifier
         from tasks.training import fit
 
@@ -232,6 +231,52 @@ class Work:
         self.console.print(table)
         main_score = next(iter(scores.values()))
         self.console.print(f"accuracy: {main_score:.3f} on {len(rows)} {rows.name}")
+
+
+def check_before_loading(settings: Settings) -> None:
+    """What can be refused before anything is read."""
+    if settings.task not in TASKS:
+        raise ArgumentError(f"Unknown task {settings.task!r}. Tasks: {', '.join(TASKS)}.")
+    if settings.output.exists() and any(settings.output.iterdir()):
+        raise ArgumentError(f"--output {settings.output} is not empty. Name a new folder.")
+    if settings.rows is not None and settings.rows < 1:
+        raise ArgumentError(f"Expected --rows >= 1, got {settings.rows}.")
+
+
+def print_plan(console: Console, settings: Settings, task: Task, plan: Any) -> None:
+    """All that will be spent, and on what, before it is."""
+    recipe = task.recipe
+    console.print(f"[bold]{task.name}[/bold]: {len(task.train)} private rows ({task.train.name})")
+    console.print(
+        f"method {settings.method}, clipping {recipe.clipping}, {recipe.max_length} tokens a row, "
+        f"learning rates {recipe.lr:g} (adapter) and {recipe.head_lr:g} (head)"
+    )
+    console.print(plan.explain())
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, plan: Any, title: str) -> Iterator[Any]:
+    """A bar of public facts only: steps, epsilon spent, expected examples per second."""
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        TextColumn("step {task.completed}/{task.total}"),
+        TextColumn("epsilon {task.fields[epsilon]}"),
+        TextColumn("{task.fields[speed]:.0f} examples/s"),
+        TimeRemainingColumn(),
+    )
+    start = time.perf_counter()
+    every = max(1, plan.steps // 10)  # composing the accountant takes longer than drawing a bar
+    with Progress(*columns, console=console, transient=True) as bar:
+        line = bar.add_task(title, total=plan.steps, epsilon="0.00", speed=0.0)
+
+        def advance(step: int) -> None:
+            speed = step * plan.expected_batch_size / (time.perf_counter() - start)
+            bar.update(line, completed=step, speed=speed)
+            if step % every == 0:
+                bar.update(line, epsilon=f"{plan.epsilon(steps=step):.2f}")
+
+        yield advance
 
 
 def share(console: Console, settings: Settings, model: Any, run: Any) -> None:
