@@ -85,6 +85,28 @@ METHODS: dict[str, MethodInfo] = {
         peft_type="LORA",
         fixed={"target_modules": NO_TARGETS},
     ),
+    # PEFT has no default for the number of virtual tokens; 20 is what its examples take.
+    "prompt_tuning": MethodInfo(
+        name="prompt_tuning",
+        description="Trained vectors in front of the input embeddings.",
+        paper="https://arxiv.org/abs/2104.08691",
+        options={"num_virtual_tokens": 20},
+        peft_type="PROMPT_TUNING",
+    ),
+    "p_tuning": MethodInfo(
+        name="p_tuning",
+        description="Vectors in front of the input embeddings, made by a small trained network.",
+        paper="https://arxiv.org/abs/2103.10385",
+        options={"num_virtual_tokens": 20},
+        peft_type="P_TUNING",
+    ),
+    "prefix_tuning": MethodInfo(
+        name="prefix_tuning",
+        description="Trained keys and values in front of those of every attention layer.",
+        paper="https://arxiv.org/abs/2101.00190",
+        options={"num_virtual_tokens": 20},
+        peft_type="PREFIX_TUNING",
+    ),
     "full": MethodInfo(name="full", description="Every parameter; the model itself is returned."),
 }
 

@@ -22,6 +22,10 @@ _QUERY_VALUE = (
     ("linear_q", "linear_v"),  # Conformers
     ("to_q", "to_v"),
     ("wq", "wv"),
+    ("Wq", "Wv"),  # CTRL
+    ("project_q", "project_v"),
+    ("q_head", "v_head"),  # Funnel
+    ("q_b_proj", "kv_b_proj"),  # DeepSeek: the projections out of the latent space
     ("query_key_value",),  # GPT-NeoX, BLOOM, Falcon
     ("Wqkv",),  # ModernBERT, MPT
     ("qkv_proj",),  # Phi-3
@@ -79,7 +83,9 @@ def default_targets(
         return listed
     if norms:
         layers = [
-            name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()
+            name
+            for name, module in model.named_modules()
+            if "norm" in type(module).__name__.lower()
         ]
         return sorted({_last_word(name) for name in layers}) or None
     words = {_last_word(name) for name in linear_layers(model)}
@@ -87,6 +93,21 @@ def default_targets(
         if words.issuperset(convention):
             return list(convention)
     return None
+
+
+def all_linear(model: nn.Module, trained_whole: list[str]) -> set[str] | str:
+    """Every linear layer but the output layer and what trains whole, as PEFT takes targets."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = dict(model.named_modules())
+    whole = tuple(f"{name}." for name in trained_whole)
+    chosen = {
+        name
+        for name in linear_layers(model)
+        if modules[name] is not output and not f"{name}.".startswith(whole)
+    }
+    also = {name for name in modules if name not in chosen and _hits(list(chosen), name)}
+    # PEFT takes the last words of a name; where they are not enough, a regular expression is.
+    return "|".join(re.escape(name) for name in sorted(chosen)) if also else chosen
 
 
 def missing_targets(model: nn.Module, targets: Iterable[str]) -> list[str]:
@@ -114,11 +135,13 @@ def find_head(model: nn.Module, kind: ModelKind) -> list[str]:
             return []
         if not hasattr(model, prefix):  # the backbone itself
             return [] if kind == "other" else _named_head(model)
-        return [
+        beside = [
             name
             for name, child in model.named_children()
             if name != prefix and next(child.parameters(), None) is not None
         ]
+        if beside or kind == "other":
+            return beside
     return _named_head(model) or linear_layers(model)[-1:]
 
 
