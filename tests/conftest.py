@@ -43,3 +43,11 @@ def glue_folder() -> Path:
     if not (path / "sst2_dev.tsv").exists():
         pytest.skip(f"DPPEFT_DATA={folder} has no sst2_dev.tsv")
     return path
+
+
+@pytest.fixture(scope="session")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random encoder with its tokenizer, saved as a model folder."""
+    from tests.tiny import save_folder
+
+    return save_folder(tmp_path_factory.mktemp("base"))

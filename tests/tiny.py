@@ -11,10 +11,17 @@ example of it with the padding stripped. The names are the keys of ``MODELS``.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
@@ -23,6 +30,7 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
+    BertModel,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     ElectraConfig,
@@ -34,6 +42,7 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
@@ -258,3 +267,50 @@ def wake(model: nn.Module, *, std: float = 0.2, seed: int = 1) -> nn.Module:
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter.data.add_(noise, alpha=std)
     return model
+
+
+# What save_folder()'s tokenizer knows: three words of praise, three of blame, filler.
+WORDS = ("good", "fine", "great", "bad", "poor", "awful", "film", "plot", "a", "the", "very", "not")
+
+
+def save_folder(directory: Path, *, pad_token: bool = True) -> Path:
+    """A base model's folder as users have it: a tiny random BERT and a tokenizer of ``WORDS``."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: index for index, word in enumerate([*special, *WORDS])}
+    core = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    core.normalizer = Lowercase()
+    core.pre_tokenizer = Whitespace()
+    core.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(word, vocabulary[word]) for word in ("[CLS]", "[SEP]")],
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        pad_token="[PAD]" if pad_token else None,
+        model_max_length=POSITIONS,
+    )
+    tokenizer.save_pretrained(directory)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = BertConfig(**{**_ENCODER, "pad_token_id": 0 if pad_token else None})
+        BertModel(config).save_pretrained(directory)
+    return directory
+
+
+def opinions(count: int, *, seed: int = 0) -> tuple[list[str], list[int]]:
+    """Texts of ``WORDS`` and whether they praise: learnable from one word each."""
+    generator = random.Random(seed)
+    texts, labels = [], []
+    for _ in range(count):
+        label = generator.randrange(2)
+        word = generator.choice(WORDS[0:3] if label else WORDS[3:6])
+        filler = generator.choices(WORDS[6:11], k=generator.randrange(1, 6))
+        filler.insert(generator.randrange(len(filler) + 1), word)
+        texts.append(" ".join(filler))
+        labels.append(label)
+    return texts, labels
