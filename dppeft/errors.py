@@ -35,3 +35,7 @@ class LedgerError(DppeftError, RuntimeError):
 
 class CheckpointError(DppeftError, RuntimeError):
     """A saved adapter or run cannot be loaded as what it claims to be."""
+
+
+class PrivacyWarning(UserWarning):
+    """A choice is allowed but weakens what the guarantee means."""

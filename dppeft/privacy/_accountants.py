@@ -1,0 +1,333 @@
+"""Epsilon of a sequence of Poisson-subsampled Gaussian releases, by each accountant on offer.
+
+Every function takes segments ``(sample_rate, noise_multiplier, repeats)`` with
+0 < sample_rate <= 1, noise_multiplier > 0, repeats >= 1 and returns an upper bound on epsilon for
+adding or removing one row. Composition does not depend on the order of the segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from dp_accounting import dp_event, gaussian_mechanism, rdp
+from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
+from numpy.typing import NDArray
+from scipy import fft, special
+
+from dppeft.errors import ArgumentError
+
+Segment = tuple[float, float, int]  # (sample_rate, noise_multiplier, repeats)
+
+_POINTS_PER_STD = 32  # grid points per standard deviation of one step's loss: error about 1e-4
+_MAX_STEP_POINTS = 60_000  # of one step's discretised loss
+_MAX_TOTAL_POINTS = 400_000  # of the composed one
+_MIN_INTERVAL = 5e-7  # below it, rounding of double precision shows in the masses
+_MAX_INTERVAL = 50.0  # exp(interval) must stay finite
+_MAX_DISTINCT = 128  # distinct segments that are composed one by one
+_FFT_ERROR = 3e-16  # a composed tail is wrong by about this, times the number of steps
+_TAIL_MASS = 1e-15  # left out of a composed loss on either side, and counted as infinite loss
+_RDP_MAX_DISTINCT = 16
+_PRV_MAX_EPSILON = 100  # beyond it Opacus's accountant takes minutes
+_PRV_MAX_POINTS = 1 << 19
+# The default orders suit epsilon near 1; orders near 1 and very large ones serve the two ends.
+_DEFAULT_ORDERS = rdp.rdp_privacy_accountant.DEFAULT_RDP_ORDERS
+_FRACTIONAL_ORDERS = [1.01, 1.02, 1.05, *(a for a in _DEFAULT_ORDERS if a % 1)]
+_WHOLE_ORDERS = [*(int(a) for a in _DEFAULT_ORDERS if a % 1 == 0), 2048, 4096, 8192]
+
+
+def pld(segments: Sequence[Segment], delta: float) -> float:
+    """Epsilon by privacy loss distributions: tight, and never below the truth.
+
+    Pessimistic connect-the-dots discretisation (Doroshenko et al., 2022) on a grid that follows the
+    spread of the loss, composed by FFT. What the FFT's rounding could hide is taken off delta.
+    Steps at rate 1 compose exactly (Balle and Wang, 2018). Where the loss of one step is too wide
+    for any grid (epsilon in the billions), the bound without amplification by sampling is given.
+
+    Raises:
+        ArgumentError: delta is too small for the FFT's precision.
+    """
+    if all(rate == 1 for rate, _, _ in segments):
+        return _full_batch(segments, delta)
+    segments = _merge(segments, _MAX_DISTINCT)
+    steps = sum(repeats for _, _, repeats in segments)
+    unsure = 2 * _TAIL_MASS + _FFT_ERROR * steps
+    if delta < 2 * unsure:
+        raise ArgumentError(
+            f"Expected delta above {2 * unsure:.1g} for accountant='pld' and {steps} steps, "
+            f"got delta={delta:g}. Use accountant='rdp'."
+        )
+    interval = _interval(segments)
+    if interval > _MAX_INTERVAL:
+        return _full_batch(segments, delta)
+    with np.errstate(all="ignore"):
+        steps_and_repeats = [
+            (_one_step(rate, noise, interval), repeats) for rate, noise, repeats in segments
+        ]
+        removing = _compose([(both[0], repeats) for both, repeats in steps_and_repeats])
+        adding = _compose([(both[-1], repeats) for both, repeats in steps_and_repeats])
+        usable_delta = delta - _FFT_ERROR * steps
+        worse = max(x.get_epsilon_for_delta(usable_delta) for x in (removing, adding))
+    return max(0.0, float(worse))
+
+
+def _compose(parts: Sequence[tuple[pld_pmf.DensePLDPmf, int]]) -> pld_pmf.DensePLDPmf:
+    """The loss of all parts together, each repeated as often as stated, by one FFT.
+
+    Kept is a window that all but ``_TAIL_MASS`` on either side falls into (Chernoff's bound); what
+    falls above it counts as infinite loss.
+    """
+    probs = [np.asarray(part._probs) for part, _ in parts]
+    repeats = np.array([count for _, count in parts])
+    first, last = _window(probs, repeats)
+    size = fft.next_fast_len(max(last - first + 1, *(len(p) for p in probs)), real=True)
+    spectrum = np.ones(size // 2 + 1, dtype=complex)
+    for p, count in zip(probs, repeats, strict=True):
+        spectrum *= fft.rfft(p, size) ** int(count)
+    composed = np.roll(fft.irfft(spectrum, size), -first)[: last - first + 1]
+    kept = math.fsum(n * math.log1p(-part._infinity_mass) for part, n in parts)
+    return pld_pmf.DensePLDPmf(
+        parts[0][0]._discretization,
+        sum(part._lower_loss * count for part, count in parts) + first,
+        np.maximum(composed, 0),
+        2 * _TAIL_MASS - math.expm1(kept),
+        pessimistic_estimate=True,
+    )
+
+
+def _window(probs: Sequence[NDArray[np.float64]], repeats: NDArray[Any]) -> tuple[int, int]:
+    """First and last index of the composed masses outside which at most ``_TAIL_MASS`` lies."""
+    longest = max(len(p) for p in probs)
+    last = sum((len(p) - 1) * int(count) for p, count in zip(probs, repeats, strict=True))
+    first = 0
+    index = np.arange(longest)
+    for size in np.geomspace(0.02, 600, 24) / longest:
+        for order in (size, -size):
+            # Scaled by the largest exponent, so that nothing overflows.
+            shift = order * longest if order > 0 else 0.0
+            weight = np.exp(order * index - shift)
+            log_mgf = sum(
+                int(count) * (math.log(p @ weight[: len(p)]) + shift)
+                for p, count in zip(probs, repeats, strict=True)
+            )
+            bound = (log_mgf - math.log(_TAIL_MASS)) / order
+            if not math.isfinite(bound):
+                continue
+            if order > 0:
+                last = min(last, math.ceil(bound))
+            else:
+                first = max(first, math.floor(bound))
+    return first, last
+
+
+def _full_batch(segments: Sequence[Segment], delta: float) -> float:
+    """Exact epsilon of Gaussian releases without sampling, which together are one Gaussian."""
+    precision = math.fsum(repeats / noise**2 for _, noise, repeats in segments)
+    with np.errstate(all="ignore"):
+        return max(0.0, float(gaussian_mechanism.get_epsilon_gaussian(precision**-0.5, delta)))
+
+
+def _merge(segments: Sequence[Segment], most: int) -> list[Segment]:
+    """At most ``most`` segments: beyond that rates are rounded up and noise down."""
+
+    def counted(rounded: Iterator[Segment]) -> list[Segment]:
+        counts: dict[tuple[float, float], int] = {}
+        for rate, noise, repeats in rounded:
+            counts[rate, noise] = counts.get((rate, noise), 0) + repeats
+        return [(rate, noise, repeats) for (rate, noise), repeats in sorted(counts.items())]
+
+    merged = counted(iter(segments))
+    if len(merged) <= most:
+        return merged
+    rates = np.array([rate for rate, _, _ in merged])
+    noises = np.array([noise for _, noise, _ in merged])
+    both = rates.min() < rates.max() and noises.min() < noises.max()
+    cells = math.isqrt(most) if both else most
+    rates = _rounded_up(rates, cells)
+    noises = 1 / _rounded_up(1 / noises, cells)
+    repeats = [repeats for _, _, repeats in merged]
+    return counted(zip(rates.tolist(), noises.tolist(), repeats, strict=True))
+
+
+def _rounded_up(values: NDArray[np.float64], cells: int) -> NDArray[np.float64]:
+    """Each value moved up to the largest value of its cell; cells are equal on the log scale."""
+    logs = np.log(values)
+    width = (logs.max() - logs.min()) / cells
+    if width == 0:
+        return values
+    cell = np.minimum(((logs - logs.min()) / width).astype(int), cells - 1)
+    largest = np.zeros(cells)
+    np.maximum.at(largest, cell, values)
+    rounded: NDArray[np.float64] = largest[cell]
+    return rounded
+
+
+def _interval(segments: Sequence[Segment]) -> float:
+    """Grid interval: fine against the spread of one step's loss, within bounds on the work."""
+    moments = [_loss_std_and_range(rate, noise) for rate, noise, _ in segments]
+    repeats = np.array([repeats for _, _, repeats in segments], dtype=float)
+    std = np.array([std for std, _ in moments])
+    width = max(width for _, width in moments)
+    total_variance = float(repeats @ std**2)
+    total_width = 30 * math.sqrt(total_variance) + 4 * width
+    return max(
+        math.sqrt(total_variance / float(repeats.sum())) / _POINTS_PER_STD,
+        width / _MAX_STEP_POINTS,
+        total_width / _MAX_TOTAL_POINTS,
+        _MIN_INTERVAL,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _loss_std_and_range(rate: float, noise: float) -> tuple[float, float]:
+    """Standard deviation of one step's privacy loss, and the width of its range up to e**-50."""
+    z = np.linspace(-10, 10, 2001)
+    weight = np.exp(-z * z / 2)
+    weight /= weight.sum()
+
+    def loss(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        stay = math.log1p(-rate) if rate < 1 else -math.inf
+        out: NDArray[np.float64] = np.logaddexp(stay, math.log(rate) + (2 * x - 1) / (2 * noise**2))
+        return out
+
+    without, with_row = loss(z * noise), loss(z * noise + 1)
+    mean = (1 - rate) * (weight @ without) + rate * (weight @ with_row)
+    variance = (1 - rate) * (weight @ (without - mean) ** 2)
+    variance += rate * (weight @ (with_row - mean) ** 2)
+    return math.sqrt(variance), float(with_row[-1] - without[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _one_step(rate: float, noise: float, interval: float) -> tuple[pld_pmf.DensePLDPmf, ...]:
+    """Pessimistic loss of one step by dp-accounting: removing a row; below rate 1 also adding."""
+    kinds = privacy_loss_mechanism.AdjacencyType
+    adjacencies = [kinds.REMOVE] if rate == 1 else [kinds.REMOVE, kinds.ADD]
+    masses = []
+    for adjacency in adjacencies:
+        loss = SubsampledGaussianLoss(noise, sampling_prob=rate, adjacency_type=adjacency)
+        bounds = loss.connect_dots_bounds()
+        lower = math.floor(bounds.epsilon_lower / interval)
+        upper = math.ceil(bounds.epsilon_upper / interval)
+        deltas = loss.get_delta_for_epsilon(np.arange(lower, upper + 1) * interval)
+        masses.append(
+            pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
+                interval, lower, upper, deltas
+            ).to_dense_pmf()
+        )
+    return tuple(masses)
+
+
+class SubsampledGaussianLoss(privacy_loss_mechanism.GaussianPrivacyLoss):  # type: ignore[misc]
+    """dp-accounting's privacy loss, with the divergence of a whole grid computed at once."""
+
+    def get_delta_for_epsilon(self, epsilon: Any) -> Any:
+        """Hockey-stick divergence at each epsilon: as the base class's, some ten times faster.
+
+        With noise s, rate q and u = log((e**e - 1 + q) / q), removing a row has loss e at
+        x = -1/2 - s**2 u; adding one has loss e at x = 1/2 + s**2 u for -e in place of e.
+        """
+        epsilons = np.atleast_1d(np.asarray(epsilon, dtype=float))
+        rate, variance = self.sampling_prob, self._standard_deviation**2
+        removing = self.adjacency_type == privacy_loss_mechanism.AdjacencyType.REMOVE
+        signed = epsilons if removing else -epsilons
+        lowest = math.log1p(-rate) if rate < 1 else -math.inf
+        crossing = signed > lowest
+        inside = signed[crossing]
+        big = inside > 500  # e**e would overflow; the -1 + q is lost in rounding there
+        u = np.where(
+            big, inside - math.log(rate), np.log1p(np.expm1(np.where(big, 0, inside)) / rate)
+        )
+        if rate == 1:
+            u = inside
+        x = -0.5 - variance * u if removing else 0.5 + variance * u
+        deltas = np.where(crossing, 0.0, -np.expm1(epsilons) if removing else 0.0)
+        deltas[crossing] = self.mu_upper_cdf(x) - np.exp(
+            epsilons[crossing] + self.mu_lower_log_cdf(x)
+        )
+        deltas = np.clip(deltas, 0, 1)
+        return float(deltas[0]) if np.ndim(epsilon) == 0 else deltas
+
+
+def renyi(segments: Sequence[Segment], delta: float) -> float:
+    """Epsilon by Renyi differential privacy (Mironov et al., 2019): loose by some 10 %, robust."""
+    total = np.zeros(len(_FRACTIONAL_ORDERS) + len(_WHOLE_ORDERS))
+    for rate, noise, repeats in _merge(segments, _RDP_MAX_DISTINCT):
+        total += repeats * _renyi_of_one_step(rate, noise)
+    orders = [*_FRACTIONAL_ORDERS, *_WHOLE_ORDERS]
+    return max(0.0, float(rdp.rdp_privacy_accountant.compute_epsilon(orders, total, delta)[0]))
+
+
+@functools.lru_cache(maxsize=256)
+def _renyi_of_one_step(rate: float, noise: float) -> NDArray[np.float64]:
+    """Renyi divergence at each order: fractional ones by dp-accounting, whole ones in closed form.
+
+    For a whole order a (Mironov et al., 2019, section 3.3), at rate q and noise s:
+    exp((a - 1) D) = sum over k of binomial(a, k) (1 - q)^(a - k) q^k exp((k^2 - k) / (2 s^2)).
+    """
+    accountant = rdp.RdpAccountant(_FRACTIONAL_ORDERS)
+    with _quiet_absl(), np.errstate(all="ignore"):
+        accountant.compose(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(noise)))
+        whole = []
+        for a in _WHOLE_ORDERS:
+            k = np.arange(a + 1)
+            log_term = special.gammaln(a + 1) - special.gammaln(k + 1) - special.gammaln(a - k + 1)
+            log_term += special.xlog1py(a - k, -rate) + k * math.log(rate)
+            log_term += (k * k - k) / (2 * noise**2)
+            whole.append(special.logsumexp(log_term) / (a - 1))
+    divergence = np.array([*accountant.rdp, *whole], dtype=float)
+    # A negative value is rounding; a missing one leaves that order out.
+    return np.where(np.isnan(divergence), np.inf, np.maximum(divergence, 0))
+
+
+@contextlib.contextmanager
+def _quiet_absl() -> Iterator[None]:
+    """Drops "this order is left out" while it lasts: other orders serve, the bound holds."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        return "Excluding this order" not in record.getMessage()
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+
+
+def prv(segments: Sequence[Segment], delta: float) -> float:
+    """Epsilon by Opacus's accountant on privacy random variables (Gopi et al., 2021).
+
+    Raises:
+        ArgumentError: outside the range in which Opacus's accountant can answer.
+    """
+    from opacus.accountants import PRVAccountant  # noqa: PLC0415  (slow to import)
+
+    segments = _merge(segments, _RDP_MAX_DISTINCT)
+    steps = sum(repeats for _, _, repeats in segments)
+    guess = renyi(segments, delta / 1000)
+    # Its mesh is error / sqrt(steps * log(12000 / delta) / 2) on a domain of about +-(guess + 3).
+    points_times_error = 2 * (guess + 3) * math.sqrt(steps * math.log(12_000 / delta) / 2)
+    error = max(min(0.05, 0.002 * guess), points_times_error / _PRV_MAX_POINTS)
+    refusal = ArgumentError(
+        f"accountant='prv' cannot answer for {steps} steps at delta={delta:g} with epsilon up to "
+        f"{guess:.3g}: its grid would be too large or too coarse. Use accountant='pld' or 'rdp'."
+    )
+    if guess > _PRV_MAX_EPSILON or error > max(0.01, 0.05 * guess):
+        raise refusal
+    accountant = PRVAccountant()
+    accountant.history = [(noise, rate, repeats) for rate, noise, repeats in segments]
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            value = float(accountant.get_epsilon(delta, eps_error=error))
+        except (ValueError, RuntimeError, OverflowError, ZeroDivisionError) as reason:
+            raise refusal from reason
+    if math.isnan(value):
+        raise refusal
+    return max(0.0, value)
