@@ -1,0 +1,154 @@
+"""What every method and engine must pass, one table row each.
+
+1 equality with the definition; 2 neighbours; 3 zero halves woken first; 4 the closed-form number
+of trained parameters; 5 save, new process, plain PEFT, equal logits; 6 a step without noise and
+clipping is the plain optimizer's step on the mean over the expected batch size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dppeft
+from dppeft.clipping.engine import make_engine
+from dppeft.loss import default_loss
+from tests import oracle, tiny
+
+METHODS = ("lora", "dora", "ffa_lora", "bitfit", "head", "full")
+MODELS = ("bert", "roberta", "distilbert", "gpt2", "gpt2-classify", "llama", "t5")
+
+# What a method cannot do, whatever the engine: (method, model) -> part of the message.
+IMPOSSIBLE = {
+    ("bitfit", "llama"): "trains biases",
+    ("bitfit", "t5"): "trains biases",
+    ("head", "gpt2"): "has none",
+    ("head", "llama"): "has none",
+    ("head", "t5"): "has none",
+}
+# Where Opacus's hooks are refused, and why.
+OPACUS_REFUSED = {
+    **{("dora", model): "its hooks fail" for model in MODELS},  # DoRA reads its factors directly
+    **{
+        ("full", model): "shape (1, "  # positions looked up once for all rows
+        for model in ("bert", "distilbert", "gpt2", "gpt2-classify")
+    },
+    ("full", "t5"): "relative_attention_bias",
+}
+PAIRS = [(me, mo) for me in METHODS for mo in MODELS if (me, mo) not in IMPOSSIBLE]
+
+D, HEADS, INNER, LAYERS = tiny.WIDTH, tiny.HEADS, tiny.INNER, tiny.LAYERS
+HEAD = {  # parameters of a 3-class head
+    "bert": 3 * D + 3,  # the pooler comes with the checkpoint
+    "roberta": D * D + D + 3 * D + 3,
+    "distilbert": D * D + D + 3 * D + 3,
+    "gpt2-classify": 3 * D,
+    "gpt2": 0,
+    "llama": 0,
+    "t5": 0,
+}
+
+
+def made(method: str, model: str) -> torch.nn.Module:
+    """A wrapped tiny model with every trained tensor off its start value."""
+    return tiny.wake(dppeft.wrap(tiny.build(model), method=method)).train()
+
+
+def batch_and_rows(model: str, **options):  # type: ignore[no-untyped-def]
+    batch = tiny.make_batch(model, **options)
+    return batch, [tiny.row(batch, i) for i in range(len(batch["labels"]))]
+
+
+def without(batch: dict, index: int) -> dict:
+    keep = [i for i in range(len(batch["labels"])) if i != index]
+    return {key: value[keep] for key, value in batch.items()}
+
+
+@pytest.mark.parametrize(("method", "model"), PAIRS)
+def test_per_example_gradients_and_sums_equal_the_definition(method: str, model: str) -> None:
+    wrapped = made(method, model)
+    batch, rows = batch_and_rows(model)
+    truth = oracle.per_example(wrapped, rows)
+    assert oracle.worst_error(dppeft.per_example_grads(wrapped, batch), truth) < 1e-3
+    median = float(oracle.norms(truth).median())
+    loss = default_loss(wrapped)
+    for clipping, definition in (
+        ("flat", oracle.clipped_sum),
+        ("per_layer", oracle.clipped_sum_per_tensor),
+        ("automatic", oracle.normalised_sum),
+    ):
+        engine = make_engine(wrapped, loss=loss, clipping=clipping)
+        found = engine.clipped_sum(batch, max_grad_norm=median)
+        assert oracle.worst_error(found.grads, definition(truth, median)) < 1e-3, clipping
+        torch.testing.assert_close(
+            found.norms, oracle.norms(truth).float(), rtol=1e-3, atol=1e-6
+        )
+        assert found.l2_bound == median
+
+
+@pytest.mark.parametrize(("method", "model"), PAIRS)
+def test_opacus_engine_gives_the_same_numbers_or_refuses(method: str, model: str) -> None:
+    wrapped = made(method, model)
+    batch, _ = batch_and_rows(model)
+    reason = OPACUS_REFUSED.get((method, model))
+    if reason is not None:
+        with pytest.raises(dppeft.UnsupportedModelError, match="engine='opacus'") as error:
+            dppeft.per_example_grads(wrapped, batch, engine="opacus")
+        assert reason in str(error.value)
+        return
+    ours = dppeft.clipped_sum(wrapped, batch, max_grad_norm=0.5)
+    theirs = dppeft.clipped_sum(wrapped, batch, max_grad_norm=0.5, engine="opacus")
+    assert oracle.distance(ours.grads, theirs.grads) < 1e-5 * 0.5
+    torch.testing.assert_close(ours.norms, theirs.norms, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("method", "model"), PAIRS)
+def test_removing_one_example_moves_the_sum_by_at_most_the_bound(method: str, model: str) -> None:
+    wrapped = made(method, model)
+    ragged, rows = batch_and_rows(model)
+    median = float(oracle.norms(oracle.per_example(wrapped, rows)).median())
+    one = tiny.make_batch(model, batch_size=1, lengths=[4])
+    # Aligned rows are the worst case: their gradients add up without cancelling.
+    aligned = {key: value.repeat(4, *[1] * (value.dim() - 1)) for key, value in one.items()}
+    engine = make_engine(wrapped, loss=default_loss(wrapped))
+    for batch in (ragged, aligned):
+        for multiple in (1e-3, 1.0, 2.0, 10.0):
+            bound = median * multiple
+            whole = engine.clipped_sum(batch, max_grad_norm=bound)
+            rest = engine.clipped_sum(without(batch, 1), max_grad_norm=bound)
+            assert oracle.distance(whole.grads, rest.grads) <= whole.l2_bound * (1 + 1e-4)
+
+
+def lora_count(model: str, *, factors: int = 2, magnitude: bool = False) -> int:
+    """r = 8 on query and value: r (d_in + d_out) for each, plus d_out for DoRA's magnitude."""
+    r, kv = 8, D // HEADS  # Llama's one key-value head
+    shapes = {
+        "gpt2": [(D, 3 * D)],
+        "gpt2-classify": [(D, 3 * D)],
+        "llama": [(D, D), (D, kv)],
+        "t5": [(D, D)] * 6,  # encoder, decoder, cross attention
+    }.get(model, [(D, D), (D, D)])
+    per_layer = sum(
+        (r * i if factors == 2 else 0) + r * o + (o if magnitude else 0) for i, o in shapes
+    )
+    return LAYERS * per_layer + HEAD[model]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_number_of_trained_parameters(model: str) -> None:
+    def count(method: str) -> int:
+        wrapped = dppeft.wrap(tiny.build(model), method=method)
+        return sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+
+    assert count("lora") == lora_count(model)
+    assert count("ffa_lora") == lora_count(model, factors=1)
+    assert count("dora") == lora_count(model, magnitude=True)
+    assert count("full") == sum(p.numel() for p in tiny.build(model).parameters())
+    if ("head", model) not in IMPOSSIBLE:
+        assert count("head") == HEAD[model]
+
+
+@pytest.mark.parametrize(("method", "model"), sorted(IMPOSSIBLE))
+def test_what_cannot_train_is_refused(method: str, model: str) -> None:
+    with pytest.raises(dppeft.DppeftError, match=IMPOSSIBLE[method, model]):
+        dppeft.wrap(tiny.build(model), method=method)
