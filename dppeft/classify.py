@@ -7,15 +7,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+import dppeft
 from dppeft import _validate
-from dppeft.errors import ArgumentError, CheckpointError
-from dppeft.tables import TextTable, class_numbers, classes_of, text_table
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from dppeft.errors import ArgumentError, CheckpointError, DataError
+from dppeft.tables import TextTable, text_table
+from dppeft.text import TokenDataset, collator_for, encode_labels, tokenize_rows
+from dppeft.tuners import registry
 
 Say = Callable[[str], None]  # one line for the person at the terminal
 Progress = Callable[[int, Any], None]  # (steps made, plan)
@@ -63,48 +65,46 @@ class TrainSettings:
 def train(settings: TrainSettings, *, say: Say, progress: Progress) -> dict[str, Any]:
     """Train privately and write adapter, head, privacy card and note to ``settings.output``.
 
-    Everything that can be refused is refused before the model is loaded.
+    Everything that can be refused is refused before a private row is trained on.
 
     Returns:
         What a program would read: epsilon, delta, steps, output, bytes, and accuracy on
         ``eval_data`` where given.
     """
-    if settings.output.exists() and (
-        not settings.output.is_dir() or any(settings.output.iterdir())
-    ):
-        raise ArgumentError(f"Output {settings.output} is not empty. Name a new folder.")
+    _check_output(settings.output)
+    registry.info(settings.method)
     table = settings.columns.read(settings.data)
-    classes = classes_of(table.labels or ())
-    labels = class_numbers(table.labels or (), classes)
+    labels, classes = encode_labels(table.labels or ())
+    _check_classes(len(classes), len(table))
     evaluation = None if settings.eval_data is None else settings.columns.read(settings.eval_data)
-    if evaluation is not None:
-        class_numbers(evaluation.labels or (), classes)
+    eval_labels = [] if evaluation is None else encode_labels(evaluation.labels or (), classes)[0]
     plan = _plan(settings, len(table))
     _validate.positive(lr=settings.lr)
     _validate.positive(head_lr=settings.head_lr)
     say(plan.explain())
 
-    import dppeft
-
-    tokenizer = _tokenizer(settings.model, settings.pad_token)
-    model = _base_model(settings.model, classes, tokenizer)
-    wrapped = dppeft.wrap(model, settings.method, **settings.method_options)
-    dataset = _EncodedRows(_encode(table, tokenizer, settings.max_length, say=say), labels)
-    run = _fit(wrapped, dataset, plan, settings, tokenizer=tokenizer, progress=progress)
-
-    card = run.card()
-    seen = [*card.looked_at_without_noise, "the names of the classes in the label column"]
-    dppeft.export(
-        wrapped, settings.output, spent=dataclasses.replace(card, looked_at_without_noise=seen)
-    )
-    note = {"classes": classes, "max_length": settings.max_length, "base_model": settings.model}
-    note |= {"pad_token": settings.pad_token, "columns": dataclasses.asdict(settings.columns)}
+    tokenizer = load_tokenizer(settings.model, settings.pad_token)
+    base = load_base(settings.model, classes, tokenizer)
+    model = dppeft.wrap(base, settings.method, **settings.method_options)
+    rows, cut = tokenize_rows(tokenizer, table.texts, table.pairs, max_length=settings.max_length)
+    if cut:
+        say(f"{cut} rows were cut to {settings.max_length} tokens (not private: for you only)")
+    dataset = TokenDataset(rows, labels)
+    run = _fit(model, dataset, plan, settings, tokenizer=tokenizer, progress=progress)
+    run.note_look("the names of the classes, read from the label column")
+    dppeft.export(model, settings.output, spent=run.card())
+    note = {
+        "classes": classes,
+        "max_length": settings.max_length,
+        "base_model": settings.model,
+        "pad_token": settings.pad_token,
+        "columns": dataclasses.asdict(settings.columns),
+    }
     (settings.output / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-    result = {**dataclasses.asdict(run.spent()), "output": str(settings.output)}
-    result["bytes"] = sum(f.stat().st_size for f in settings.output.rglob("*") if f.is_file())
+    size = sum(file.stat().st_size for file in settings.output.rglob("*") if file.is_file())
+    result = {**dataclasses.asdict(run.spent()), "output": str(settings.output), "bytes": size}
     if evaluation is not None:
-        logits = _logits(wrapped, _encode(evaluation, tokenizer, settings.max_length), tokenizer)
-        result |= _scores(logits, class_numbers(evaluation.labels or (), classes))
+        result |= _scores(_logits(model, evaluation, tokenizer, settings.max_length), eval_labels)
     return result
 
 
@@ -114,17 +114,16 @@ def evaluate(
     """Accuracy of a shared adapter on labelled rows, beside that of the commonest class."""
     note = read_note(adapter)
     table = columns.read(data)
-    labels = class_numbers(table.labels or (), note["classes"])
+    labels, _ = encode_labels(table.labels or (), note["classes"])
     tuned, tokenizer = _load(adapter, note, model)
-    return _scores(_logits(tuned, _encode(table, tokenizer, note["max_length"]), tokenizer), labels)
+    return _scores(_logits(tuned, table, tokenizer, note["max_length"]), labels)
 
 
 def predict(adapter: Path, table: TextTable, *, model: str | None = None) -> list[dict[str, Any]]:
     """Class and probability of each row."""
     note = read_note(adapter)
     tuned, tokenizer = _load(adapter, note, model)
-    logits = _logits(tuned, _encode(table, tokenizer, note["max_length"]), tokenizer)
-    best = logits.softmax(dim=1).max(dim=1)
+    best = _logits(tuned, table, tokenizer, note["max_length"]).softmax(dim=1).max(dim=1)
     return [
         {"text": text, "label": note["classes"][index], "probability": round(chance, 4)}
         for text, index, chance in zip(
@@ -139,9 +138,8 @@ def read_note(adapter: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the folder is not one that ``dppeft train`` wrote.
     """
-    path = adapter / NOTE
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        note = json.loads((adapter / NOTE).read_text(encoding="utf-8"))
         return {key: note[key] for key in ("classes", "max_length", "base_model", "columns")} | note
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
@@ -149,23 +147,11 @@ def read_note(adapter: Path) -> dict[str, Any]:
         ) from error
 
 
-def _plan(settings: TrainSettings, num_examples: int) -> Any:
-    import dppeft
+def load_tokenizer(name: str, pad_token: str | None) -> Any:
+    """The tokenizer of a model; an error that says which option helps where it cannot pad."""
+    from transformers import AutoTokenizer, logging
 
-    default_batch = max(1, min(1024, num_examples // 8))
-    return dppeft.plan(
-        num_examples=num_examples,
-        batch_size=default_batch if settings.batch_size is None else settings.batch_size,
-        epochs=settings.epochs,
-        epsilon=settings.epsilon,
-        delta=min(1e-5, 0.5 / num_examples) if settings.delta is None else settings.delta,
-        max_grad_norm=settings.max_grad_norm,
-    )
-
-
-def _tokenizer(name: str, pad_token: str | None) -> Any:
-    from transformers import AutoTokenizer
-
+    logging.set_verbosity_error()  # a report on every new head is no news to whoever trains one
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -178,14 +164,15 @@ def _tokenizer(name: str, pad_token: str | None) -> Any:
             )
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token is None:
-        end = tokenizer.eos_token or "<|endoftext|>"
         raise ArgumentError(
-            f"The tokenizer of {name!r} has no pad token. Pass --pad-token '{end}'."
+            f"The tokenizer of {name!r} has no pad token. Name one of its tokens: --pad-token "
+            f"'{tokenizer.eos_token or tokenizer.unk_token or '<|endoftext|>'}'."
         )
     return tokenizer
 
 
-def _base_model(name: str, classes: Sequence[str], tokenizer: Any) -> Any:
+def load_base(name: str, classes: Sequence[str], tokenizer: Any) -> nn.Module:
+    """The base model with a new head for ``classes``."""
     from transformers import AutoModelForSequenceClassification
 
     try:
@@ -204,39 +191,34 @@ def _base_model(name: str, classes: Sequence[str], tokenizer: Any) -> Any:
     return model
 
 
-def _encode(
-    table: TextTable, tokenizer: Any, max_length: int, *, say: Say | None = None
-) -> list[dict[str, list[int]]]:
-    """Token ids of each row, cut to ``max_length``; says how many were, which is private."""
-    pairs = None if table.pairs is None else list(table.pairs)
-    full = tokenizer(list(table.texts), pairs, truncation=True, max_length=max_length)
-    if say is not None:
-        cut = sum(len(ids) == max_length for ids in full["input_ids"])
-        if cut:
-            say(f"{cut} rows were cut to {max_length} tokens (not private: for you only)")
-    names = list(full)
-    return [
-        dict(zip(names, row, strict=True))
-        for row in zip(*(full[name] for name in names), strict=True)
-    ]
+def _check_output(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ArgumentError(f"Output {output} exists and is not empty. Name a new folder.")
 
 
-class _EncodedRows:
-    """Rows by index, as a collator takes them."""
+def _check_classes(classes: int, rows: int) -> None:
+    if classes > max(100, rows // 10):
+        raise DataError(
+            f"The label column has {classes} different values in {rows} rows, which are hardly "
+            "classes. Name another column with --label; for numbers, bin them first."
+        )
 
-    def __init__(self, encoded: Sequence[dict[str, list[int]]], labels: Sequence[int]) -> None:
-        self._encoded, self._labels = encoded, labels
 
-    def __len__(self) -> int:
-        return len(self._encoded)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self._encoded[index], "labels": self._labels[index]}
+def _plan(settings: TrainSettings, num_examples: int) -> Any:
+    default_batch = max(1, min(1024, num_examples // 8))
+    return dppeft.plan(
+        num_examples=num_examples,
+        batch_size=default_batch if settings.batch_size is None else settings.batch_size,
+        epochs=settings.epochs,
+        epsilon=settings.epsilon,
+        delta=min(1e-5, 0.5 / num_examples) if settings.delta is None else settings.delta,
+        max_grad_norm=settings.max_grad_norm,
+    )
 
 
 def _fit(
-    model: torch.nn.Module,
-    dataset: _EncodedRows,
+    model: nn.Module,
+    dataset: TokenDataset,
     plan: Any,
     settings: TrainSettings,
     *,
@@ -244,11 +226,6 @@ def _fit(
     progress: Progress,
 ) -> Any:
     """All planned steps with Adam; a new head takes a larger rate than a pretrained encoder."""
-    import torch
-    from transformers import DataCollatorWithPadding
-
-    import dppeft
-
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     head = [p for name, p in named if "modules_to_save" in name]
     rest = [p for name, p in named if "modules_to_save" not in name]
@@ -261,7 +238,7 @@ def _fit(
         optimizer,
         dataset,
         plan,
-        collate_fn=DataCollatorWithPadding(tokenizer),
+        collate_fn=collator_for(tokenizer),
         **settings.engine_options,
     )
     for step, batch in enumerate(run.batches(), start=1):
@@ -271,29 +248,26 @@ def _fit(
     return run
 
 
-def _load(adapter: Path, note: Mapping[str, Any], model: str | None) -> tuple[Any, Any]:
+def _load(adapter: Path, note: Mapping[str, Any], model: str | None) -> tuple[nn.Module, Any]:
     """The tuned model and its tokenizer."""
-    import dppeft
-
     name = model or note["base_model"]
-    tokenizer = _tokenizer(name, note.get("pad_token"))
-    base = _base_model(name, note["classes"], tokenizer)
-    return dppeft.load(base, adapter), tokenizer
+    tokenizer = load_tokenizer(name, note.get("pad_token"))
+    return dppeft.load(load_base(name, note["classes"], tokenizer), adapter), tokenizer
 
 
-def _logits(
-    model: torch.nn.Module, encoded: Sequence[dict[str, list[int]]], tokenizer: Any
-) -> Tensor:
+@torch.inference_mode()
+def _logits(model: nn.Module, table: TextTable, tokenizer: Any, max_length: int) -> Tensor:
     """(N, C), in the order of the rows; equal lengths together, so little padding."""
-    import torch
-
+    rows, _ = tokenize_rows(tokenizer, table.texts, table.pairs, max_length=max_length)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
+    collate = collator_for(tokenizer)
     model.eval()
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]["input_ids"]))
+    device = next(model.parameters()).device
     pieces = []
-    with torch.inference_mode():
-        for start in range(0, len(order), 64):
-            chosen = [encoded[i] for i in order[start : start + 64]]
-            pieces.append(model(**tokenizer.pad(chosen, return_tensors="pt")).logits.float())
+    for start in range(0, len(order), 64):
+        batch = collate([rows[i] for i in order[start : start + 64]])
+        output = model(**{name: value.to(device) for name, value in batch.items()})
+        pieces.append(output.logits.float().cpu())
     by_length = torch.cat(pieces)
     return torch.empty_like(by_length).index_copy_(0, torch.tensor(order), by_length)
 

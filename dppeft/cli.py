@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -200,6 +201,7 @@ def predict(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: runs the command and ends the process with its exit code."""
+    warnings.showwarning = _one_line_warning
     try:
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
     except DppeftError as error:
@@ -212,6 +214,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         code = _wrong_use(f"{error.format_message()} See `dppeft --help`.")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _one_line_warning(
+    message: Warning | str,
+    category: type[Warning],
+    *_where: object,
+    **_more: object,
+) -> None:
+    """A warning of ours in one line; those of libraries are for their developers."""
+    if category.__module__.startswith("dppeft"):
+        typer.echo("Warning: " + " ".join(str(message).split()), err=True)
 
 
 def _wrong_use(message: str) -> int:

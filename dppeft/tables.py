@@ -101,44 +101,6 @@ def text_table(
     )
 
 
-def classes_of(labels: Sequence[str]) -> list[str]:
-    """The classes, in numeric order where all are whole numbers, else alphabetic.
-
-    Raises:
-        DataError: one class only, or so many that the column can hardly hold classes.
-    """
-    found = set(labels)
-    if len(found) < 2:
-        raise DataError(
-            f"The label column is constant: every row says {next(iter(found))!r}. Expected at "
-            "least two classes; name another column with --label."
-        )
-    if len(found) > max(100, len(labels) // 10):
-        raise DataError(
-            f"The label column has {len(found)} different values in {len(labels)} rows, which are "
-            "hardly classes. Name another column with --label; for numbers, bin them first."
-        )
-    if all(value.lstrip("-").isdigit() for value in found):
-        return sorted(found, key=int)
-    return sorted(found)
-
-
-def class_numbers(labels: Sequence[str], classes: Sequence[str]) -> list[int]:
-    """The index of each label.
-
-    Raises:
-        DataError: a label that training never saw.
-    """
-    number = {name: index for index, name in enumerate(classes)}
-    unseen = sorted(set(labels) - number.keys())
-    if unseen:
-        raise DataError(
-            f"Label {unseen[0]!r} was not seen in training; the classes are "
-            f"{', '.join(map(repr, classes))}. Correct the rows or leave them out."
-        )
-    return [number[label] for label in labels]
-
-
 def _missing(path: Path, name: str, columns: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, list(columns), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

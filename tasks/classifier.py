@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dppeft.errors import DataError
+from dppeft.text import collator_for
 
 
 class SentenceClassifier(PreTrainedModel):
@@ -119,6 +120,7 @@ def predict(
     device = next(model.parameters()).device
     order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]["input_ids"]))
     logits: list[Tensor] = []
+    collate = collator_for(tokenizer)
     start = 0
     while start < len(order):
         end = start + 1  # rows of a batch are at most as long as the last one taken
@@ -126,7 +128,7 @@ def predict(
             end < len(order) and (end + 1 - start) * len(encoded[order[end]]["input_ids"]) <= tokens
         ):
             end += 1
-        batch = tokenizer.pad([encoded[i] for i in order[start:end]], return_tensors="pt")
+        batch = collate([encoded[i] for i in order[start:end]])
         output = model(**{key: value.to(device) for key, value in batch.items()})
         logits.append(output.logits.float().cpu())
         start = end

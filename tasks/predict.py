@@ -23,11 +23,12 @@ def main(
 ) -> None:
     """Print one line per sentence: class, probability, sentence."""
     from peft import PeftModel
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, logging
 
     from tasks.classifier import build_classifier, predict
     from tasks.common import demo_encoder
 
+    logging.set_verbosity_error()
     classes = importlib.import_module(f"tasks.{task}").CLASSES
     base_folder = model or str(demo_encoder())
     tokenizer = AutoTokenizer.from_pretrained(base_folder)

@@ -115,12 +115,14 @@ def run_task(settings: Settings) -> None:
     """The whole way: rows, plan, training, report, export, a new process that reads it back."""
     check_before_loading(settings)
     from accelerate import Accelerator
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, logging
 
     import dppeft
+    from dppeft.text import TokenDataset
     from tasks.common import demo_encoder
-    from tasks.training import EncodedRows, encode, without_privacy
+    from tasks.training import encode, without_privacy
 
+    logging.set_verbosity_error()  # each loading would report the head that is new
     accelerator = Accelerator()
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, highlight=False)
     task = load_task(settings)
@@ -135,14 +137,14 @@ def run_task(settings: Settings) -> None:
     )
     print_plan(console, settings, task, plan)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    encoded, cut = encode(task.train, tokenizer, recipe)
+    rows, cut = encode(task.train, tokenizer, recipe)
     console.print(f"rows cut to {recipe.max_length} tokens: {cut} (not private, for you only)")
     work = Work(
         console=console,
         task=task,
         folder=folder,
         tokenizer=tokenizer,
-        dataset=EncodedRows(encoded, task.train.labels),
+        dataset=TokenDataset(rows, task.train.labels),
         method=settings.method,
         engine_options={**settings.engine_options, "accelerator": accelerator},
     )

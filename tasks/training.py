@@ -14,30 +14,16 @@ import torch
 from sklearn.feature_extraction.text import HashingVectorizer
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import DataCollatorWithPadding
 
 import dppeft
+from dppeft.loss import default_loss
+from dppeft.text import TokenizedRows, collator_for, tokenize_rows
 from tasks.common import Recipe, Rows
 
 Progress = Callable[[int], None]  # called with the number of steps made
 
 
-class EncodedRows(Dataset):
-    """Tokenised, labelled rows: ``input_ids``, ``attention_mask``, ``labels``."""
-
-    def __init__(self, encoded: Sequence[dict[str, list[int]]], labels: Sequence[int]) -> None:
-        self.encoded, self.labels = encoded, labels
-
-    def __len__(self) -> int:
-        """Number of rows; public under add/remove only as the plan's ``num_examples``."""
-        return len(self.encoded)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row."""
-        return {**self.encoded[index], "labels": int(self.labels[index])}
-
-
-def encode(rows: Rows, tokenizer: Any, recipe: Recipe) -> tuple[list[dict[str, list[int]]], int]:
+def encode(rows: Rows, tokenizer: Any, recipe: Recipe) -> TokenizedRows:
     """Token ids of each row, cut to ``max_length``; and how many rows lost something (private)."""
     tokenizer.truncation_side = recipe.truncation
     # Characters that cannot survive the cut need not be tokenised: long reviews are ten times it.
@@ -45,14 +31,7 @@ def encode(rows: Rows, tokenizer: Any, recipe: Recipe) -> tuple[list[dict[str, l
     cut = slice(-limit, None) if recipe.truncation == "left" else slice(limit)
     texts = [text[cut] for text in rows.texts]
     pairs = None if rows.pairs is None else [text[cut] for text in rows.pairs]
-    full = tokenizer(texts, pairs, truncation=True, max_length=recipe.max_length)
-    names = [name for name in full if name != "token_type_ids" or pairs is not None]
-    encoded = [
-        dict(zip(names, values, strict=True))
-        for values in zip(*(full[name] for name in names), strict=True)
-    ]
-    at_limit = sum(len(row["input_ids"]) == recipe.max_length for row in encoded)
-    return encoded, at_limit
+    return tokenize_rows(tokenizer, texts, pairs, max_length=recipe.max_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +90,6 @@ def fit(
         progress: called after each step.
         options: further arguments of ``dppeft.make_private``.
     """
-    from dppeft.loss import default_loss
-
     model.train()
     optimizer, schedule = make_optimizer(model, recipe, plan.steps)
     run = dppeft.make_private(
@@ -120,7 +97,7 @@ def fit(
         optimizer,
         dataset,
         plan,
-        collate_fn=None if tokenizer is None else DataCollatorWithPadding(tokenizer),
+        collate_fn=None if tokenizer is None else collator_for(tokenizer),
         loss=default_loss(model, label_smoothing=recipe.label_smoothing),
         clipping=recipe.clipping,
         **(options or {}),

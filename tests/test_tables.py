@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dppeft.errors import DataError
-from dppeft.tables import class_numbers, classes_of, text_table
+from dppeft.tables import text_table
 
 ROWS = [("good, very good", "1"), ('a "fine" film', "1"), ("bad", "0")]
 
@@ -91,18 +91,3 @@ def test_unreadable_files_are_refused(
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(DataError, match=r"nowhere\.csv: no such file"):
         text_table(Path("nowhere.csv"), text="text")
-
-
-def test_classes_are_numbers_in_order_or_names() -> None:
-    assert classes_of(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
-    assert classes_of(["no", "yes", "no"]) == ["no", "yes"]
-    assert class_numbers(["b", "a"], ["a", "b"]) == [1, 0]
-
-
-def test_labels_that_cannot_be_classes_are_refused() -> None:
-    with pytest.raises(DataError, match="constant: every row says 'x'"):
-        classes_of(["x", "x"])
-    with pytest.raises(DataError, match="101 different values in 101 rows"):
-        classes_of([str(number) for number in range(101)])
-    with pytest.raises(DataError, match="Label 'c' was not seen in training; the classes are 'a'"):
-        class_numbers(["a", "c"], ["a", "b"])
