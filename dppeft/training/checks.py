@@ -1,0 +1,216 @@
+"""What is refused before any private row is used: data, optimizer, model, and the proof."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from dppeft._kind import kind_of
+from dppeft._types import Batch, PerExampleLoss
+from dppeft.clipping.engine import Engine
+from dppeft.clipping.preflight import PreflightReport, check, refuse_foreign_hooks
+from dppeft.errors import ArgumentError, ArgumentTypeError, DataError
+from dppeft.training.distributed import refuse_wrapped
+from dppeft.training.packing import Packer
+
+_FILTERED = "[p for p in model.parameters() if p.requires_grad]"
+
+
+def check_dataset(dataset: Any) -> int:
+    """The number of rows; an error unless rows can be fetched by index and counted."""
+    if isinstance(dataset, DataLoader):
+        raise ArgumentTypeError(
+            "dataset is a DataLoader, whose shuffled batches are not the Poisson draws that the "
+            "guarantee counts on. Pass the data set itself (loader.dataset) and collate_fn=; "
+            "private.batches() draws."
+        )
+    name = type(dataset).__name__
+    if isinstance(dataset, Mapping):
+        raise ArgumentTypeError(
+            f"dataset is a {name} of {', '.join(map(repr, list(dataset)[:4]))}; expected a data "
+            "set of rows. Pick one split, or make rows with datasets.Dataset.from_dict(columns)."
+        )
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not sized:
+        raise ArgumentTypeError(
+            f"dataset is a {name}, which has no length or no access by index. Every row must have "
+            "the same known chance of being drawn: load the rows into a list or a datasets.Dataset."
+        )
+    if len(dataset) == 0:
+        raise DataError("dataset has no rows.")
+    return len(dataset)
+
+
+def check_rows_counted(num_rows: int, num_examples: int) -> None:
+    """An error unless the plan was made for the data set that is trained on."""
+    if num_rows != num_examples:
+        raise ArgumentError(
+            f"The data set has {num_rows:,} rows but the plan was made for num_examples="
+            f"{num_examples:,}. Make the plan from the rows that are trained on, after filtering, "
+            "packing and splitting: plan(num_examples=len(dataset), ...)."
+        )
+
+
+def check_first_row(row: Any) -> None:
+    """An error that names the field when labels are class names. The value is not shown."""
+    if isinstance(row, Mapping):
+        for field in ("label", "labels", "label_ids"):
+            if isinstance(row.get(field), str | bytes):
+                raise DataError(
+                    f"Field {field!r} of the rows is text; expected a number. Map class names to "
+                    "0, 1, ... first and keep the names in config.id2label."
+                )
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, nn.Parameter]:
+    """The trained tensors by name; an error unless the optimizer moves all of them.
+
+    Frozen tensors of the model may be in it (``AdamW(model.parameters())``): they get no gradient.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer."
+        )
+    if "opacus" in type(optimizer).__module__:
+        raise ArgumentError(
+            "The optimizer is Opacus's and would clip and add noise a second time. Pass the plain "
+            "torch optimizer."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentError(
+            "LBFGS evaluates the loss several times per update, each of which would have to be "
+            "noised and counted. Use AdamW or SGD."
+        )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ArgumentError(
+            "No parameter of the model requires a gradient, so nothing would be trained while "
+            "budget is spent. Use dppeft.wrap, or load the adapter with is_trainable=True."
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in trained.items() if id(p) not in held]
+    if missing:
+        raise ArgumentError(
+            f"The optimizer lacks {len(missing)} of {len(trained)} trained tensors, such as "
+            f"{missing[0]!r}. Make it after dppeft.wrap from {_FILTERED}, or freeze what should "
+            "not train (requires_grad_(False))."
+        )
+    foreign = len(held - {id(p) for p in model.parameters()})
+    if foreign:
+        raise ArgumentError(
+            f"The optimizer holds {foreign} tensors that are not the model's. Make it after "
+            f"dppeft.wrap from {_FILTERED}, and one optimizer for one model."
+        )
+    return trained
+
+
+def check_model(model: Any) -> None:
+    """An error for a model that is not a plain module, or that something else already hooks."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
+    refuse_wrapped(model)
+    if "opacus" in type(model).__module__:
+        raise ArgumentError(
+            "The model is wrapped by Opacus (GradSampleModule). Pass the plain model "
+            "(model._module): dppeft finds the per-example gradients itself."
+        )
+    refuse_foreign_hooks(model)
+
+
+def prove(model: nn.Module, packer: Packer, engine: Engine, *, engine_name: str) -> PreflightReport:
+    """The preflight proof, on made-up rows where they can be made, and a warning on dead tensors.
+
+    Models on tokens are proven on rows made from the vocabulary. For others, and where the loss
+    does not take such rows, the first rows of the data set are used: what the proof says about them
+    is only whether the run is refused, and no number of it is shown.
+    """
+    with in_training_mode(model):
+        batch = _made_up_rows(model, packer, engine.loss) or packer.batch(_first_rows(packer))
+        report = check(model, batch, loss=engine.loss, engine=engine_name)
+        if report.without_signal:
+            _warn_of_dead_tensors(model, engine, batch)
+    return report
+
+
+def _made_up_rows(model: nn.Module, packer: Packer, loss: PerExampleLoss) -> Batch | None:
+    """Rows from the vocabulary that the loss can be computed on, or None."""
+    if kind_of(model) == "other":
+        return None
+    from dppeft.text import synthetic_rows
+
+    try:
+        rows = {name: rows.to(packer.device) for name, rows in synthetic_rows(model).items()}
+        with torch.no_grad(), torch.random.fork_rng():
+            loss(model, rows)
+    except Exception:  # an image model, or a loss of the user's own that wants other fields
+        return None
+    return rows
+
+
+def _first_rows(packer: Packer) -> list[int]:
+    last = len(packer.source) - 1
+    return [0, min(1, last), min(2, last)]
+
+
+def _warn_of_dead_tensors(model: nn.Module, engine: Engine, batch: Batch) -> None:
+    """Name trained tensors that no row can move, wherever the weights are.
+
+    A gradient may be zero only because another tensor starts at zero, as half of every LoRA pair
+    does; so the trained tensors are moved off their values and asked again. No private row is used
+    for models of a known kind, so the answer can be shown.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    values = {name: p.detach().clone() for name, p in trained.items()}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for p in trained.values():
+                p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.02)
+        with torch.random.fork_rng(devices=[]):
+            grads = engine.per_example_grads(batch)
+    finally:
+        with torch.no_grad():
+            for name, p in trained.items():
+                p.copy_(values[name])
+    dead = [name for name, grad in grads.items() if not bool(grad.any())]
+    if dead:
+        warnings.warn(
+            f"{len(dead)} trained tensors get no gradient from any row, such as {dead[0]!r}: they "
+            "would receive noise only. Check that the forward pass uses them, or freeze them.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+@contextmanager
+def in_training_mode(model: nn.Module) -> Iterator[None]:
+    """The model in training mode; every module's own mode is put back on exit.
+
+    A model already in training mode is left as it is: the user may keep some parts in eval mode.
+    """
+    if model.training:
+        yield
+        return
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer inside ``accelerator.prepare(optimizer)``, else the thing itself.
+
+    Accelerate's wrapper skips steps by a flag that its own data loaders set.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    is_wrapper = type(optimizer).__name__ == "AcceleratedOptimizer"
+    return inner if is_wrapper and isinstance(inner, torch.optim.Optimizer) else optimizer

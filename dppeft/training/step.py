@@ -1,0 +1,107 @@
+"""One private update, in the order of the paper.
+
+Abadi et al. (2016), Algorithm 1, with Poisson sampling: every row enters the draw independently
+with probability q; the sum of clipped gradients gets Gaussian noise once; the divisor is the
+expected batch size q * N, which is public, never the drawn one, which is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dppeft._types import Batch, ClippedSum
+from dppeft.clipping.engine import Engine
+from dppeft.privacy.noise import GaussianNoise
+from dppeft.training.distributed import Processes
+from dppeft.training.packing import LogicalBatch
+from dppeft.training.precision import Computation
+from dppeft.training.record import Rates, Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What an update needs, fixed for a run.
+
+    Attributes:
+        engine: exact clipped sums.
+        noise: the only thing that turns private into released.
+        record: where releases are written down.
+        optimizer: any torch optimizer; it only ever sees released gradients.
+        trained: name as in ``model.named_parameters()`` -> tensor that is updated.
+        processes: who sums and who draws the noise.
+        computation: precision and attention of the forward and backward pass.
+    """
+
+    engine: Engine
+    noise: GaussianNoise
+    record: Record
+    optimizer: torch.optim.Optimizer
+    trained: dict[str, nn.Parameter]
+    processes: Processes
+    computation: Computation
+
+    def apply(self, draw: LogicalBatch, rates: Rates) -> None:
+        """Release one noised gradient and move the trained weights by it.
+
+        Guarantee: the released gradient is the Gaussian mechanism, noise multiplier
+        ``rates.noise_multiplier``, on a Poisson sample at ``rates.sample_rate``; one row moves the
+        sum before noise by at most ``l2_bound``.
+        Edges: an empty draw is noised, recorded and applied like any other.
+        """
+        total = self._clipped_sum(draw, rates.max_grad_norm)  # private
+        total = self.processes.add_up(total)  # private: one all-reduce
+        noisy = total.grads
+        if self.processes.is_main:
+            noisy = self.noise.add(  # released from here on: std = noise_multiplier * l2_bound
+                total, noise_multiplier=rates.noise_multiplier, step=draw.step
+            )
+        self.record.release(draw.step, rates, total.l2_bound)  # on disk before anyone can use it
+        noisy = self.processes.from_main(noisy)  # released
+        self._move(noisy, rates.expected_batch_size)  # released
+
+    def _clipped_sum(self, draw: LogicalBatch, max_grad_norm: float) -> ClippedSum:
+        """The sum over this process's physical batches; memory of one of them. Private."""
+        total = self.engine.zero_sum(max_grad_norm=max_grad_norm)
+        with self.computation.active():
+            for rows in draw.physical_batches():
+                with self.computation.attention_for(_length(rows)):
+                    part = self.engine.clipped_sum(rows, max_grad_norm=max_grad_norm)
+                total = _add(total, part)
+        return total
+
+    def _move(self, noisy: dict[str, torch.Tensor], expected_batch_size: float) -> None:
+        """One optimizer step on the released gradient and on nothing else."""
+        # Gradients of the user's own backward passes, on trained or frozen tensors, are dropped:
+        # they were neither clipped nor noised.
+        self.optimizer.zero_grad(set_to_none=True)
+        for name, parameter in self.trained.items():
+            parameter.grad = (noisy[name] / expected_batch_size).to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _add(total: ClippedSum, part: ClippedSum) -> ClippedSum:
+    """``total + part`` in the memory of ``total``, without the norms, which grow with the draw."""
+    for name, grad in total.grads.items():
+        grad.add_(part.grads[name])
+    return ClippedSum(
+        grads=total.grads,
+        norms=total.norms,
+        l2_bound=max(total.l2_bound, part.l2_bound),
+        count=total.count + part.count,
+    )
+
+
+def _length(rows: Batch) -> int:
+    """Tokens of the longest row of a physical batch, encoder or decoder; 1 where rows have none."""
+    return max(
+        (rows[name].shape[1] for name in ("input_ids", "labels") if _is_matrix(rows, name)),
+        default=1,
+    )
+
+
+def _is_matrix(rows: Batch, name: str) -> bool:
+    return name in rows and rows[name].dim() == 2
