@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dppeft._kind import ModelKind, kind_of
+from dppeft._kind import kind_of
 from dppeft.errors import ArgumentError, ArgumentTypeError
 from dppeft.tuners import fitting, registry, targets
 from dppeft.tuners.registry import MethodInfo
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-
-# What PEFT raises for a configuration that does not fit a model.
-_PEFT_FAILURES = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    RuntimeError,
-    AssertionError,
-    ImportError,
-    IndexError,
-)
 
 
 def wrap(
@@ -69,7 +55,7 @@ def wrap(
     """
     from peft import PeftConfig
 
-    _refuse_unfit(model)
+    fitting.refuse_unfit(model)
     kind = kind_of(model)
     head = targets.find_head(model, kind)
     if isinstance(method, PeftConfig):
@@ -101,29 +87,12 @@ def wrap(
         _check_biases(model, head)
     fitting.complete(config, model, kind, head, ready=isinstance(method, PeftConfig))
     fitting.check_targets(config, model, target_modules)
-    _set_pad_token(model, kind)
+    fitting.set_pad_token(model, kind)
     wrapped = _inject(model, config, name)
     if name == "ffa_lora":
         registry.freeze_a(wrapped)
     wrapped.train(model.training)  # the new layers are born in training mode
     return wrapped
-
-
-def _refuse_unfit(model: nn.Module) -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(
-            f"Expected model to be a torch.nn.Module, got {type(model).__name__}. Load it first, "
-            "e.g. AutoModelForSequenceClassification.from_pretrained(name)."
-        )
-    wrappers = BaseTunerLayer | AuxiliaryTrainingWrapper
-    if hasattr(model, "peft_config") or any(isinstance(m, wrappers) for m in model.modules()):
-        raise ArgumentError(
-            f"This {type(model).__name__} is wrapped already: a second wrap would stack adapters. "
-            "Load the base model again, or fold the adapter in first with dppeft.merge(model)."
-        )
 
 
 def _check_options(
@@ -160,7 +129,7 @@ def _build_config(method: MethodInfo, fields: dict[str, Any], task: str | None) 
             **method.fixed,
             **fields,
         })
-    except _PEFT_FAILURES as error:
+    except fitting.PEFT_FAILURES as error:
         raise ArgumentError(
             f"PEFT refuses these options for method {method.name!r}: {_one_line(error)}"
         ) from error
@@ -179,29 +148,6 @@ def _check_biases(model: nn.Module, head: list[str]) -> None:
         )
 
 
-def _set_pad_token(model: nn.Module, kind: ModelKind) -> None:
-    """A decoder's classifier reads the last token that is not padding: it must know the padding."""
-    if kind != "classification" or "use_cache" not in inspect.signature(model.forward).parameters:
-        return
-    config = model.config.get_text_config()
-    if config.pad_token_id is not None:
-        return
-    end = config.eos_token_id
-    end = end[0] if isinstance(end, list | tuple) and end else end
-    if end is None or not 0 <= end < config.vocab_size:
-        raise ArgumentError(
-            f"{type(model).__name__} has config.pad_token_id=None and no end token inside its "
-            f"vocabulary to take instead (eos_token_id={end}, vocab_size={config.vocab_size}). Set "
-            "model.config.pad_token_id to the id that your collator pads with."
-        )
-    config.pad_token_id = end
-    warnings.warn(
-        f"config.pad_token_id was not set; it is now the end token's id, {end}. Rows must be "
-        "padded with that id (tokenizer.pad_token = tokenizer.eos_token).",
-        stacklevel=3,
-    )
-
-
 def _inject(model: nn.Module, config: PeftConfig, name: str) -> PeftModel:
     from peft import get_peft_model
 
@@ -210,7 +156,7 @@ def _inject(model: nn.Module, config: PeftConfig, name: str) -> PeftModel:
     config.base_model_name_or_path = None
     try:
         wrapped = get_peft_model(model, config)
-    except _PEFT_FAILURES as error:
+    except fitting.PEFT_FAILURES as error:
         unset = [field for field, value in vars(config).items() if value is None]
         hint = f" Options left unset: {', '.join(unset)}." if isinstance(error, TypeError) else ""
         raise ArgumentError(
@@ -232,7 +178,7 @@ def _all_trainable(model: nn.Module, modules_to_save: list[str] | None) -> nn.Mo
         )
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    _set_pad_token(model, kind_of(model))
+    fitting.set_pad_token(model, kind_of(model))
     return model
 
 

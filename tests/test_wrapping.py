@@ -63,7 +63,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "method"), COUNTS, ids="-".join)
+@pytest.mark.parametrize(("name", "method"), COUNTS, ids=lambda value: value)
 def test_number_of_trained_parameters(name: str, method: str) -> None:
     model = dppeft.wrap(build(name), method)
     assert isinstance(model, peft.PeftModel)

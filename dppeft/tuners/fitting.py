@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from dppeft._kind import ModelKind
-from dppeft.errors import ArgumentError
+from dppeft.errors import ArgumentError, ArgumentTypeError
 from dppeft.tuners import registry, targets
 
 if TYPE_CHECKING:
@@ -23,6 +23,17 @@ _TASK_TYPES: dict[ModelKind, str] = {
     "causal_lm": "CAUSAL_LM",
     "seq2seq_lm": "SEQ_2_SEQ_LM",
 }
+# What PEFT raises for a configuration that does not fit a model.
+PEFT_FAILURES = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+    ImportError,
+    IndexError,
+)
 _HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 # Names of modules that PEFT itself puts into a model.
 _PEFT_NAMES = (
@@ -40,6 +51,47 @@ _PEFT_NAMES = (
 )
 # What PEFT's task-specific models hand on to the base model, present or not.
 _TEXT_INPUTS = {"input_ids", "attention_mask", "inputs_embeds", "labels", "output_attentions"}
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """An error unless ``model`` is a module without an adapter in it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            f"Expected model to be a torch.nn.Module, got {type(model).__name__}. Load it first, "
+            "e.g. AutoModelForSequenceClassification.from_pretrained(name)."
+        )
+    wrappers = BaseTunerLayer | AuxiliaryTrainingWrapper
+    if hasattr(model, "peft_config") or any(isinstance(m, wrappers) for m in model.modules()):
+        raise ArgumentError(
+            f"This {type(model).__name__} is wrapped already: a second wrap would stack adapters. "
+            "Load the base model again, or fold the adapter in first with dppeft.merge(model)."
+        )
+
+
+def set_pad_token(model: nn.Module, kind: ModelKind) -> None:
+    """A decoder's classifier reads the last token that is not padding: it must know the padding."""
+    if kind != "classification" or "use_cache" not in inspect.signature(model.forward).parameters:
+        return
+    config = model.config.get_text_config()
+    if config.pad_token_id is not None:
+        return
+    end = config.eos_token_id
+    end = end[0] if isinstance(end, list | tuple) and end else end
+    if end is None or not 0 <= end < config.vocab_size:
+        raise ArgumentError(
+            f"{type(model).__name__} has config.pad_token_id=None and no end token inside its "
+            f"vocabulary to take instead (eos_token_id={end}, vocab_size={config.vocab_size}). Set "
+            "model.config.pad_token_id to the id that your collator pads with."
+        )
+    config.pad_token_id = end
+    warnings.warn(
+        f"config.pad_token_id was not set; it is now the end token's id, {end}. Rows must be "
+        "padded with that id (tokenizer.pad_token = tokenizer.eos_token).",
+        stacklevel=3,
+    )
 
 
 def task_type(model: nn.Module, kind: ModelKind) -> str | None:
@@ -139,7 +191,7 @@ def _check_modules_to_save(config: PeftConfig, model: nn.Module, head: list[str]
     PEFT compares the ends of names without looking for a dot: "2" takes "12" along, "out" its own
     "lora_dropout", and a head called "dense" every other dense layer.
     """
-    names = [name for name, _ in model.named_modules() if name]
+    names = [n for n, m in model.named_modules() if n and next(m.parameters(), None) is not None]
     adapted = getattr(config, "target_modules", None) != registry.NO_TARGETS
     for entry in config.modules_to_save or []:
         found = {name for name in names if name == entry or name.endswith(f".{entry}")}
