@@ -19,7 +19,7 @@ import numpy as np
 from dp_accounting import dp_event, gaussian_mechanism, rdp
 from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
 from numpy.typing import NDArray
-from scipy import fft, special
+from scipy import fft, signal, special
 
 from dppeft.errors import ArgumentError
 
@@ -73,8 +73,8 @@ def pld(segments: Sequence[Segment], delta: float) -> float:
         removing = _compose([(both[0], repeats) for both, repeats in steps_and_repeats])
         adding = _compose([(both[-1], repeats) for both, repeats in steps_and_repeats])
         usable_delta = delta - _FFT_ERROR * steps
-        worse = max(x.get_epsilon_for_delta(usable_delta) for x in (removing, adding))
-    return max(0.0, float(worse))
+        worse = max(_epsilon_at(loss, usable_delta) for loss in (removing, adding))
+    return float(worse)
 
 
 def _compose(parts: Sequence[tuple[pld_pmf.DensePLDPmf, int]]) -> pld_pmf.DensePLDPmf:
@@ -99,6 +99,30 @@ def _compose(parts: Sequence[tuple[pld_pmf.DensePLDPmf, int]]) -> pld_pmf.DenseP
         2 * _TAIL_MASS - math.expm1(kept),
         pessimistic_estimate=True,
     )
+
+
+def _epsilon_at(loss: pld_pmf.DensePLDPmf, delta: float) -> float:
+    """Smallest epsilon >= 0 with divergence at most delta, on every scale of the loss.
+
+    dp-accounting's own search divides by exp(-loss), which underflows at losses of some 700.
+    With losses l_j of mass p_j and infinite mass m, the divergence at l_i is U_i - W_i where
+    U_i = m + sum over j >= i of p_j and W_i = sum over j >= i of p_j exp(l_i - l_j).
+    """
+    infinite = float(loss._infinity_mass)
+    if infinite > delta:
+        return math.inf
+    descending = np.asarray(loss._probs)[::-1]
+    upper = infinite + np.cumsum(descending)
+    lower = signal.lfilter([1.0], [1.0, -math.exp(-loss._discretization)], descending)
+    # The last index, going down, at which the divergence is still within delta.
+    beyond = np.flatnonzero(upper - lower > delta)
+    index = int(beyond[0]) - 1 if beyond.size else len(descending) - 1
+    index = max(index, 0)
+    top = float((loss._lower_loss + len(descending) - 1 - index) * loss._discretization)
+    if upper[index] <= delta:
+        return 0.0
+    # Below that loss and above the next one only U - W exp(epsilon - loss) remains to be solved.
+    return max(0.0, top + math.log(float((upper[index] - delta) / lower[index])))
 
 
 def _window(probs: Sequence[NDArray[np.float64]], repeats: NDArray[Any]) -> tuple[int, int]:
