@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dppeft import _validate
 from dppeft._kind import ModelKind, kind_of, unwrap
 from dppeft._types import Batch, PerExampleLoss
-from dppeft.errors import ArgumentError
+from dppeft.errors import ArgumentError, UnsupportedModelError
 
 IGNORED = -100  # the label of a position without a target, as everywhere in transformers
 _TARGETS = ("labels", "start_positions", "end_positions")
@@ -50,6 +50,7 @@ def default_loss(model: nn.Module, *, label_smoothing: float = 0.0) -> PerExampl
     Raises:
         ArgumentError: ``label_smoothing`` is out of range; when called, the labels and logits fit
             no loss above.
+        UnsupportedModelError: the model's own loss has a part that belongs to no example (AdaLoRA).
     """
     _validate.non_negative(label_smoothing=label_smoothing)
     if label_smoothing >= 1:
@@ -57,6 +58,7 @@ def default_loss(model: nn.Module, *, label_smoothing: float = 0.0) -> PerExampl
             f"Expected label_smoothing < 1, got label_smoothing={label_smoothing}: no weight would "
             "be left for the labels. Usual values are 0 to 0.2."
         )
+    _refuse_penalty(model)
     base = unwrap(model)
     accepted = inspect.signature(base.forward).parameters
     # A cache of keys and values is memory that no training step reads.
@@ -153,6 +155,18 @@ class _DefaultLoss:
 
 
 _DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
+
+
+def _refuse_penalty(model: nn.Module) -> None:
+    """AdaLoRA adds a penalty on its own weights to the loss, which reaches them past every layer."""
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(config, "orth_reg_weight", 0):
+            raise UnsupportedModelError(
+                f"PEFT's {type(config).__name__} adds a penalty on its weights "
+                f"(orth_reg_weight={config.orth_reg_weight}) to the loss, which belongs to no "
+                "example. Use 'lora', or pass loss=, a function (model, batch) -> tensor of shape "
+                "(B,), to train without the penalty."
+            )
 
 
 def _wide(logits: Tensor) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertForQuestionAnswering
 
-from dppeft.errors import ArgumentError, ArgumentTypeError
+from dppeft.errors import ArgumentError, ArgumentTypeError, UnsupportedModelError
 from dppeft.loss import default_loss
 from tests.tiny import MODELS, build, make_batch, row
 
@@ -209,6 +209,13 @@ def test_what_fits_no_loss_is_refused_with_the_remedy() -> None:
     gpt2, batch = build("gpt2"), make_batch("gpt2")
     with pytest.raises(ArgumentError, match="one label per token"):
         default_loss(gpt2)(gpt2, batch | {"labels": torch.zeros(4, dtype=torch.long)})
+
+
+def test_a_loss_with_a_part_that_belongs_to_no_example_is_refused() -> None:
+    config = peft.AdaLoraConfig(total_step=10, target_modules=["query"])
+    model = peft.get_peft_model(build("bert"), config)
+    with pytest.raises(UnsupportedModelError, match="AdaLoraConfig adds a penalty.*pass loss="):
+        default_loss(model)
 
 
 def test_label_smoothing_is_validated() -> None:
