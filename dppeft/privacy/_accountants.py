@@ -334,6 +334,8 @@ def prv(segments: Sequence[Segment], delta: float) -> float:
 
     segments = _merge(segments, _RDP_MAX_DISTINCT)
     steps = sum(repeats for _, _, repeats in segments)
+    if renyi(segments, delta) == 0:  # Opacus has no answer where epsilon is 0
+        return 0.0
     guess = renyi(segments, delta / 1000)
     # Its mesh is error / sqrt(steps * log(12000 / delta) / 2) on a domain of about +-(guess + 3).
     points_times_error = 2 * (guess + 3) * math.sqrt(steps * math.log(12_000 / delta) / 2)
