@@ -23,7 +23,8 @@ LAYERS = (
     ("_types",),
     ("_kind",),
     ("tuners", "clipping", "privacy", "text", "loss", "tables"),
-    ("sharing", "training"),
+    ("sharing",),
+    ("training",),  # above sharing: a trainer saves what may be shared
     ("wrapping",),
     ("__init__",),
     ("classify",),

@@ -68,7 +68,7 @@ _ENCODER: dict[str, Any] = {
 
 
 def _bert(**labels: Any) -> BertConfig:
-    return BertConfig(**_ENCODER, **labels)
+    return BertConfig(**{**_ENCODER, **labels})
 
 
 def _roberta(**labels: Any) -> RobertaConfig:
@@ -96,7 +96,7 @@ def _electra(**labels: Any) -> ElectraConfig:
 
 
 def _albert(**labels: Any) -> AlbertConfig:
-    return AlbertConfig(**_ENCODER, embedding_size=16, classifier_dropout_prob=0.0, **labels)
+    return AlbertConfig(**{**_ENCODER, **labels}, embedding_size=16, classifier_dropout_prob=0.0)
 
 
 def _gpt2(**labels: Any) -> GPT2Config:
@@ -298,7 +298,10 @@ def save_folder(directory: Path, *, pad_token: bool = True) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = BertConfig(**{**_ENCODER, "pad_token_id": 0 if pad_token else None})
-        BertModel(config).save_pretrained(directory)
+        model = BertModel(config)
+        for parameter in model.parameters():  # words must differ, so that a head can learn
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
+        model.save_pretrained(directory)
     return directory
 
 
