@@ -197,6 +197,18 @@ def test_composition_equals_dp_accountings_own(segments):
     assert epsilon(rates, noises, steps, delta, "rdp") >= value
 
 
+def test_composition_of_small_losses_equals_their_convolution():
+    a = pld_pmf.DensePLDPmf(0.1, -3, np.array([0.2, 0.3, 0.0, 0.4]), 0.1, True)
+    b = pld_pmf.DensePLDPmf(0.1, 5, np.array([0.5, 0.48]), 0.02, True)
+    both = _accountants._compose([(a, 3), (b, 2)])
+    masses = np.ones(1)
+    for part in (a, a, a, b, b):
+        masses = np.convolve(masses, part._probs)
+    np.testing.assert_allclose(both._probs, masses, atol=1e-14)
+    assert both._lower_loss == 3 * -3 + 2 * 5
+    assert both._infinity_mass == pytest.approx(1 - 0.9**3 * 0.98**2, abs=1e-13)
+
+
 def test_the_grids_error_is_on_the_safe_side(monkeypatch):
     """A finer grid gives a smaller epsilon, with a limit: what is reported lies above it."""
     values = []
