@@ -50,7 +50,7 @@ def default_loss(model: nn.Module, *, label_smoothing: float = 0.0) -> PerExampl
     Raises:
         ArgumentError: ``label_smoothing`` is out of range; when called, the labels and logits fit
             no loss above.
-        UnsupportedModelError: the model's own loss has a part that belongs to no example (AdaLoRA).
+        UnsupportedModelError: a part of the model's own loss belongs to no example (AdaLoRA).
     """
     _validate.non_negative(label_smoothing=label_smoothing)
     if label_smoothing >= 1:
@@ -158,7 +158,7 @@ _DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 
 
 def _refuse_penalty(model: nn.Module) -> None:
-    """AdaLoRA adds a penalty on its own weights to the loss, which reaches them past every layer."""
+    """AdaLoRA adds a penalty on its weights to the loss, which reaches them past every layer."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         if getattr(config, "orth_reg_weight", 0):
             raise UnsupportedModelError(

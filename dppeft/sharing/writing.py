@@ -139,11 +139,7 @@ def _auto_mapping(model: PeftModel, config: PeftConfig) -> dict[str, str] | None
 
 def _write_whole(model: nn.Module, path: Path, card: PrivacyCard) -> None:
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(path)
-        config = path / "config.json"
-        values = json.loads(config.read_text(encoding="utf-8"))
-        if values.pop("_name_or_path", None) is not None:
-            config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        model.save_pretrained(path)  # transformers leaves the local path out of config.json
         return
     from safetensors.torch import save_model
 
