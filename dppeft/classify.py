@@ -151,6 +151,7 @@ def load_tokenizer(name: str, pad_token: str | None) -> Any:
     """The tokenizer of a model; an error that says which option helps where it cannot pad."""
     from transformers import AutoTokenizer, logging
 
+    logging.disable_progress_bar()
     logging.set_verbosity_error()  # a report on every new head is no news to whoever trains one
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)

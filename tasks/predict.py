@@ -28,6 +28,7 @@ def main(
     from tasks.classifier import build_classifier, predict
     from tasks.common import demo_encoder
 
+    logging.disable_progress_bar()
     logging.set_verbosity_error()
     classes = importlib.import_module(f"tasks.{task}").CLASSES
     base_folder = model or str(demo_encoder())

@@ -122,6 +122,7 @@ def run_task(settings: Settings) -> None:
     from tasks.common import demo_encoder
     from tasks.training import encode, without_privacy
 
+    logging.disable_progress_bar()
     logging.set_verbosity_error()  # each loading would report the head that is new
     accelerator = Accelerator()
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, highlight=False)
