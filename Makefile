@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO_ARGS ?=
+# Tests that start two processes; run alone, because each of these wants a core.
+PROCESS_TESTS := $(wildcard tests/training/test_processes.py tests/training/test_distributed.py)
 
 .PHONY: help demo install test lint types unit processes wheel bench clean
 .DEFAULT_GOAL := help
@@ -51,13 +53,12 @@ types: $(VENV)/.dev
 # Unit and conformance tests and the README's blocks, two workers of one thread each.
 unit: export OMP_NUM_THREADS = 1
 unit: $(VENV)/.dev
-	$(BIN)/pytest -q -n 2 --dist worksteal --durations=15 --ignore=tests/test_processes.py \
-	    --ignore=tests/test_architecture.py
+	$(BIN)/pytest -q -n 2 --dist worksteal --durations=15 --ignore=tests/test_architecture.py \
+	    $(addprefix --ignore=,$(PROCESS_TESTS))
 
-# Two gloo processes; alone, because each of them wants a core.
 processes: export OMP_NUM_THREADS = 1
 processes: $(VENV)/.dev
-	$(BIN)/pytest -q tests/test_processes.py
+	$(BIN)/pytest -q $(PROCESS_TESTS)
 
 wheel: $(VENV)/.dev
 	rm -rf build dist
