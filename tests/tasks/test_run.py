@@ -1,0 +1,118 @@
+"""The demo's whole way, on a tiny encoder and made-up rows in SST-2's form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dppeft
+from dppeft.errors import ArgumentError
+from tasks.common import Recipe, Rows
+from tasks.run import Settings, run_task
+from tasks.training import majority_accuracy, make_optimizer, with_settings, words_accuracy
+from tests.tiny import build, opinions, save_folder
+
+
+def _settings(folder: Path, base: Path, **more: object) -> Settings:
+    fields = {
+        "task": "sst2",
+        "method": "lora",
+        "epsilon": 1000.0,
+        "delta": 1e-5,
+        "compare": True,
+        "data": folder,
+        "model": str(base),
+        "output": folder / "shared",
+        "sentences": ["a very good film", "an awful plot"],
+        "rows": None,
+        "engine_options": {"seed": 0},
+        "recipe": {"epochs": 15, "batch_size": 100, "lr": 0.02, "head_lr": 0.05, "max_length": 16},
+    }
+    return Settings(**{**fields, **more})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for split, count, seed in (("train", 400, 0), ("dev", 100, 1)):
+        lines = [
+            f"{text}\t{label}" for text, label in zip(*opinions(count, seed=seed), strict=True)
+        ]
+        (tmp_path / f"sst2_{split}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def sentence_folder(tmp_path: Path) -> Path:
+    base = save_folder(tmp_path / "base")
+    (base / "1_Pooling").mkdir()
+    (base / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    return base
+
+
+def test_the_main_job_from_rows_to_a_new_process(
+    folder: Path, sentence_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_task(_settings(folder, sentence_folder))
+    text = capsys.readouterr().out
+    assert text.index("epsilon (pld)") < text.index("trained 60 steps")  # the plan comes first
+    accuracy = float(text.split("accuracy: ")[1].split()[0])
+    assert accuracy > 0.8
+    for row in ("majority class", "private bag of words", "private lora", "without privacy"):
+        assert row in text
+    card = json.loads((folder / "shared" / "privacy.json").read_text())
+    size = sum(f.stat().st_size for f in (folder / "shared").rglob("*") if f.is_file())
+    assert f"shared: {size:,} bytes" in text
+    assert f"({card['epsilon']:.2f}, 1e-05)-DP for one row" in text
+    new_process = text.split("read back in a new process")[1]
+    assert "positive" in new_process.split("a very good film")[0]
+    assert "negative" in new_process.split("an awful plot")[0].splitlines()[-1]
+
+
+def test_wrong_use_is_refused_before_anything_is_read(folder: Path, sentence_folder: Path) -> None:
+    with pytest.raises(ArgumentError, match="Unknown task 'sst3'. Tasks: movie_reviews, sst2"):
+        run_task(_settings(folder, sentence_folder, task="sst3"))
+    with pytest.raises(ArgumentError, match="is not empty. Name a new folder"):
+        run_task(_settings(folder, sentence_folder, output=folder))
+    with pytest.raises(ArgumentError, match="Expected --rows >= 1, got 0"):
+        run_task(_settings(folder, sentence_folder, rows=0))
+
+
+def test_the_two_rates_fall_to_zero_and_the_adapter_waits() -> None:
+    model = dppeft.wrap(build("bert"), "lora")
+    recipe = Recipe(lr=0.1, head_lr=0.3, head_only=0.5)
+    optimizer, schedule = make_optimizer(model, recipe, steps=4)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == sum(
+        p.requires_grad for p in model.parameters()
+    )
+    rates = []
+    for _ in range(5):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    expected = [[0.3, 0.0], [0.225, 0.0], [0.15, 0.1], [0.075, 0.05], [0.0, 0.0]]
+    torch.testing.assert_close(torch.tensor(rates), torch.tensor(expected))
+
+
+def test_a_head_alone_has_one_rate() -> None:
+    optimizer, _ = make_optimizer(dppeft.wrap(build("bert"), "head"), Recipe(head_lr=0.3), steps=4)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3]
+
+
+def test_bag_of_words_learns_with_its_own_plan(tmp_path: Path) -> None:
+    train, held_out = (
+        Rows(name="x", texts=texts, labels=labels)
+        for texts, labels in (opinions(600), opinions(200, seed=1))
+    )
+    plan = dppeft.plan(num_examples=600, batch_size=100, steps=5, epsilon=100, delta=1e-5)
+    options = {"ledger": tmp_path / "ledger.jsonl", "seed": 0}
+    score = words_accuracy(train, held_out, classes=2, plan=plan, options=options)
+    assert score > 0.9 > majority_accuracy(held_out.labels)
+
+
+def test_settings_of_the_command_line_replace_the_recipe() -> None:
+    recipe = with_settings(Recipe(epochs=3, lr=1.0), epochs=5.0, lr=None)
+    assert (recipe.epochs, recipe.lr) == (5.0, 1.0)
