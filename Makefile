@@ -58,7 +58,7 @@ unit: $(VENV)/.dev
 
 processes: export OMP_NUM_THREADS = 1
 processes: $(VENV)/.dev
-	$(BIN)/pytest -q $(PROCESS_TESTS)
+	test -z '$(PROCESS_TESTS)' || $(BIN)/pytest -q $(PROCESS_TESTS)
 
 wheel: $(VENV)/.dev
 	rm -rf build dist
