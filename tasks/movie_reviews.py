@@ -26,7 +26,7 @@ RECIPE = Recipe(
     max_length=64,
     lr=1e-3,
     head_lr=3e-2,
-    max_grad_norm=0.1,
+    max_grad_norm=1.0,
     label_smoothing=0.1,
 )
 
