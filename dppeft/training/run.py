@@ -264,6 +264,7 @@ class PrivateRun:
             directory.mkdir(parents=True, exist_ok=True)
             manifest = {
                 "ledger": self._record.save_copy(directory / LEDGER),
+                "steps": self.steps_made,
                 "plan": self.plan.summary(),
                 "looked_at_without_noise": self._looked_at,
             }
@@ -305,6 +306,14 @@ class PrivateRun:
         for what in manifest["looked_at_without_noise"]:
             self.note_look(what)
         self._pending = None
+        lost = self.steps_made - manifest["steps"]
+        if lost > 0:
+            warnings.warn(
+                f"{lost} updates were made after this state was saved. Their effect is lost, but "
+                f"they are spent: {self.steps_made} of {self.plan.steps} steps are used.",
+                PrivacyWarning,
+                stacklevel=2,
+            )
 
     def _draws(self, count: int) -> Iterator[LogicalBatch]:
         for number in range(count):
