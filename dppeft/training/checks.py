@@ -131,9 +131,10 @@ def prove(model: nn.Module, packer: Packer, engine: Engine, *, engine_name: str)
     is only whether the run is refused, and no number of it is shown.
     """
     with in_training_mode(model):
-        batch = _made_up_rows(model, packer, engine.loss) or packer.batch(_first_rows(packer))
+        made_up = _made_up_rows(model, packer, engine.loss)
+        batch = made_up or packer.batch(_first_rows(packer))
         report = check(model, batch, loss=engine.loss, engine=engine_name)
-        if report.without_signal:
+        if made_up is not None and report.without_signal:  # of private rows nothing is told
             _warn_of_dead_tensors(model, engine, batch)
     return report
 
@@ -162,8 +163,8 @@ def _warn_of_dead_tensors(model: nn.Module, engine: Engine, batch: Batch) -> Non
     """Name trained tensors that no row can move, wherever the weights are.
 
     A gradient may be zero only because another tensor starts at zero, as half of every LoRA pair
-    does; so the trained tensors are moved off their values and asked again. No private row is used
-    for models of a known kind, so the answer can be shown.
+    does; so the trained tensors are moved off their values and asked again. ``batch`` is made up,
+    so the answer can be shown.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     values = {name: p.detach().clone() for name, p in trained.items()}

@@ -95,7 +95,7 @@ class Computation:
 
     def _copy(self, parameter: nn.Parameter, data: Tensor) -> Tensor:
         """The bfloat16 copy, made again only if the weight was changed from outside."""
-        stamp = (data.data_ptr(), data._version)
+        stamp = (data.data_ptr(), parameter._version)
         kept = self._copies.get(id(parameter))
         if kept is None or kept[0] != stamp:
             kept = (stamp, data.to(torch.bfloat16))
