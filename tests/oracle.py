@@ -33,9 +33,9 @@ def per_example(
         model.zero_grad()
         doubled = {k: v.double() if v.is_floating_point() else v for k, v in row.items()}
         loss(model, doubled).sum().backward()
-        found.append(
-            {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in params.items()}
-        )
+        found.append({
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in params.items()
+        })
     return {name: torch.stack([grads[name] for grads in found]) for name in params}
 
 
@@ -69,7 +69,7 @@ def distance(a: Grads, b: Grads) -> float:
 
 
 def worst_error(found: Grads, truth: Grads) -> float:
-    """Largest relative error of a tensor, with a floor of 1e-5 of the whole gradient.
+    """Largest relative error of a tensor, with a floor of 1e-3 of the largest tensor.
 
     The floor is for gradients that are zero but for rounding, such as BERT's key biases, whose
     effect the softmax cancels.

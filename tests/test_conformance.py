@@ -80,9 +80,7 @@ def test_per_example_gradients_and_sums_equal_the_definition(method: str, model:
         engine = make_engine(wrapped, loss=loss, clipping=clipping)
         found = engine.clipped_sum(batch, max_grad_norm=median)
         assert oracle.worst_error(found.grads, definition(truth, median)) < 1e-3, clipping
-        torch.testing.assert_close(
-            found.norms, oracle.norms(truth).float(), rtol=1e-3, atol=1e-6
-        )
+        torch.testing.assert_close(found.norms, oracle.norms(truth).float(), rtol=1e-3, atol=1e-6)
         assert found.l2_bound == median
 
 

@@ -26,6 +26,7 @@ from dppeft.clipping.probing import (
     untouched_random_state,
     without_dropout,
 )
+from dppeft.clipping.terms import by_example
 from dppeft.errors import ArgumentError, UnsupportedModelError
 
 
@@ -87,7 +88,7 @@ def check(
                     f"{name}: {wrong} when compared with each example alone. Freeze it or choose "
                     "another method; training it would not be private."
                 )
-            error = (found[name] - alone.float()).flatten(1).norm(dim=1) / total.clamp_min(1e-12)
+            error = by_example(found[name] - alone.float()).norm(dim=1) / total.clamp_min(1e-12)
             worst = max(worst, float(error.max()))
         sensitivity = _sensitivity(model, batch, size, loss, engine=engine, total=total)
     silent = tuple(name for name, term in truth.items() if not bool(term.norms_sq().any()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dppeft._types import Batch, PerExampleLoss
-from dppeft.clipping.terms import Dense, Term, at_least_float32
+from dppeft.clipping.terms import Dense, Term, at_least_float32, by_example
 from dppeft.errors import ArgumentError, UnsupportedModelError
 
 
@@ -192,11 +192,11 @@ def disagreement(
         return f"it gives gradients of shape {tuple(found.shape)} instead of {tuple(truth.shape)}"
     tolerance, floor = (1e-3, 1e-5) if exact else (5e-2, 5e-3)
     total = torch.stack([term.norms_sq() for term in whole.values()]).sum(0).sqrt()
-    error = (found.to(truth.dtype) - truth).flatten(1).norm(dim=1)
-    lost = ~truth.flatten(1).isfinite().all(1) & ~found.flatten(1).isfinite().all(1)
+    error = by_example(found.to(truth.dtype) - truth).norm(dim=1)
+    lost = ~by_example(truth).isfinite().all(1) & ~by_example(found).isfinite().all(1)
     error = error.masked_fill(lost, 0)  # such a row contributes nothing either way
     total = total.nan_to_num(0.0)
-    allowed = tolerance * truth.nan_to_num(0.0).flatten(1).norm(dim=1) + floor * total + 1e-9
+    allowed = tolerance * by_example(truth.nan_to_num(0.0)).norm(dim=1) + floor * total + 1e-9
     if bool((error <= allowed).all()):
         return None
     return f"its gradient is off by {float((error / allowed).max()) * tolerance:.1e} of its norm"

@@ -77,7 +77,7 @@ class Replayer:
             else:
                 rows = self._vmapped(call, grads) if self.vmap_works else None
                 rows = rows if rows is not None else self._row_at_a_time(call, grads)
-        return {name: Dense(at_least_float32(grad)) for name, grad in rows.items()}
+        return {name: Dense(at_least_float32(grad.detach())) for name, grad in rows.items()}
 
     def _params(self) -> dict[str, Tensor]:
         return {name: self.unit.module.get_parameter(name).detach() for name in self.unit.params}

@@ -25,6 +25,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def by_example(grads: Tensor) -> Tensor:
+    """(B, *shape) -> (B, p), also for a parameter without axes."""
+    return grads.reshape(len(grads), -1)
+
+
 class Term(Protocol):
     """Per-example gradients ``g_i`` of one parameter, i = 1..B, in whatever form is cheapest."""
 
@@ -59,10 +64,10 @@ class Dense:
         return self.grads[rows]
 
     def norms_sq(self) -> Tensor:
-        return self.grads.flatten(1).square().sum(1)
+        return by_example(self.grads).square().sum(1)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        flat = factors.to(self.grads.dtype) @ self.grads.flatten(1)
+        flat = factors.to(self.grads.dtype) @ by_example(self.grads)
         return flat.reshape(self.grads.shape[1:])
 
     def without(self, rows: Tensor) -> Dense:
@@ -193,7 +198,7 @@ def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
 def _norms_by_chunks(instantiate: Callable[[slice], Tensor], batch: int, elements: int) -> Tensor:
     step = max(1, _CHUNK_ELEMENTS // elements)
     parts = [
-        instantiate(slice(start, start + step)).flatten(1).square().sum(1)
+        by_example(instantiate(slice(start, start + step))).square().sum(1)
         for start in range(0, batch, step)
     ]
     return torch.cat(parts)
