@@ -1,4 +1,4 @@
-"""One-line validators: ``positive(epochs=3)`` raises an error that carries name, value and remedy."""
+"""One-line validators: ``positive(epochs=3)`` raises an error with name, value and remedy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def probability(*, open_interval: bool = True, **named: object) -> float:
 
 
 def one_of(choices: Collection[str], **named: object) -> str:
-    """The value itself; an error that lists the choices and the nearest one unless it is among them."""
+    """The value itself, if it is among the choices; else an error that lists them."""
     name, value = _one(named)
     if not isinstance(value, str) or value not in choices:
         near = difflib.get_close_matches(str(value), list(choices), n=1)

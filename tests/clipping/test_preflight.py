@@ -11,7 +11,7 @@ import dppeft
 from dppeft.clipping.preflight import check
 from dppeft.loss import default_loss
 from tests import tiny
-from tests.clipping.test_engine import Net, net_loss, tokens
+from tests.clipping.nets import Net, net_loss, tokens
 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "full"])
