@@ -136,6 +136,10 @@ def prove(model: nn.Module, packer: Packer, engine: Engine, *, engine_name: str)
         report = check(model, batch, loss=engine.loss, engine=engine_name)
         if made_up is not None and report.without_signal:  # of private rows nothing is told
             _warn_of_dead_tensors(model, engine, batch)
+        with torch.random.fork_rng():
+            # The engine looks at the model's layers on its first batch; from here on a step calls
+            # the loss once for each physical batch.
+            engine.clipped_sum(batch, max_grad_norm=1.0)
     return report
 
 

@@ -89,8 +89,8 @@ class PrivateTrainer(SavingTrainer):
         self._loss = make_loss(privacy, args, model)
         self._run: PrivateRun | None = None
         self._looks: list[str] = []
-        if data_collator is None and processing_class is None and _has_tokens(train_dataset):
-            data_collator = choose_collate(None, model, train_dataset[0])
+        if data_collator is None and processing_class is None:
+            data_collator = _padding_for(model, train_dataset, eval_dataset)
         super().__init__(
             model,
             args,
@@ -192,6 +192,8 @@ class PrivateTrainer(SavingTrainer):
             )
         if resume_from_checkpoint is not None:
             self._resume(Path(resume_from_checkpoint))
+        else:
+            self._run.batches()  # refuses, by its own words, when the plan is used up
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -375,5 +377,12 @@ class PrivateTrainer(SavingTrainer):
         )
 
 
-def _has_tokens(dataset: Any) -> bool:
-    return dataset is not None and isinstance(dataset[0], Mapping) and "input_ids" in dataset[0]
+def _padding_for(model: nn.Module, *datasets: Any) -> Any:
+    """A padding collator where rows are token lists; None, Trainer's own default, elsewhere."""
+    for dataset in datasets:
+        named = isinstance(dataset, Mapping)  # several evaluation sets, by name
+        rows = next(iter(dataset.values()), None) if named else dataset
+        row = rows[0] if hasattr(rows, "__getitem__") and len(rows) else None
+        if isinstance(row, Mapping) and "input_ids" in row:
+            return choose_collate(None, model, row)
+    return None
