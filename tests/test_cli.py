@@ -72,7 +72,7 @@ def test_train_evaluate_predict(run: Cli, base_folder: Path, tmp_path: Path) -> 
     code, text, error = run(
         *_train(base_folder, data, output, "--epsilon", 1000, "--method", "lora", "--json"),
         *("--option", "r=4", "--lr", 0.02, "--head-lr", 0.05, "--eval-data", data, "--seed", 1),
-        *("--batch-size", 200, "--epochs", 15, "--max-length", 6),
+        *("--batch-size", 200, "--epochs", 30, "--max-length", 6),
     )
     assert code == 0, error
     result = json.loads(text)

@@ -143,5 +143,5 @@ def _flatten(tensors: Sequence[Tensor] | Any) -> Tensor:
 
 
 def _unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    pieces = flat.split([tensor.numel() for tensor in like.values()])
+    pieces = torch.split(flat, [tensor.numel() for tensor in like.values()])
     return {name: piece.view_as(like[name]) for name, piece in zip(like, pieces, strict=True)}

@@ -45,7 +45,7 @@ class RowSource:
 
     def __init__(self, dataset: MapDataset) -> None:
         self._dataset = dataset
-        self._lengths = np.zeros(len(dataset), dtype=np.int32)  # 0: not read yet
+        self._lengths: np.ndarray = np.zeros(len(dataset), dtype=np.int32)  # 0: not read yet
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -64,7 +64,7 @@ class RowSource:
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """(n,) tokens of each row, 1 for rows without ``input_ids``."""
         missing = indices[self._lengths[indices] == 0]
-        view = self._dataset
+        view: Any = self._dataset
         if len(missing) and "input_ids" in (getattr(view, "column_names", None) or ()):
             columns = [name for name in ("input_ids", "labels") if name in view.column_names]
             view = view.select_columns(columns)  # a datasets.Dataset decodes what is read only

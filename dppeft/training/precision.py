@@ -39,7 +39,7 @@ def choose_precision(precision: str, device: torch.device) -> str:
 def has_native_bf16(device: torch.device) -> bool:
     """Whether matrix products in bfloat16 are done by the hardware rather than emulated."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
         # Names with an underscore, so asked for with care: absent means no.
         checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

@@ -128,7 +128,7 @@ class PrivateRun:
         checks.check_rows_counted(checks.check_dataset(dataset), plan.num_examples)
         checks.check_first_row(dataset[0])
         device = next(iter(trained.values())).device
-        precision = choose_precision(settings.precision, device)
+        precision = choose_precision(settings.asked_precision, device)
         self.model, self.optimizer, self.plan, self.settings = model, optimizer, plan, settings
         self._dataset = dataset
         self._processes = find_processes(settings.accelerator, device)
@@ -355,15 +355,15 @@ class PrivateRun:
 def _warn_of_earlier_run(model: nn.Module, dataset: MapDataset, record: Record) -> None:
     """Two runs of one model on the same rows spend together, which two ledgers do not show."""
     data, earlier = _RECORDS.get(model, (0, record))
-    separate = None not in (earlier.ledger, record.ledger) and (
-        earlier.ledger.path.resolve() != record.ledger.path.resolve()
-    )
-    if data == id(dataset) and earlier.steps and separate:
+    _RECORDS[model] = (id(dataset), record)
+    if earlier.ledger is None or record.ledger is None:
+        return  # the main process tells
+    path, own = earlier.ledger.path, record.ledger.path
+    if data == id(dataset) and earlier.steps and path.resolve() != own.resolve():
         warnings.warn(
             f"This model was trained on this data set before, {earlier.steps} updates recorded in "
-            f"{earlier.ledger.path}: this run's epsilon leaves them out. Pass ledger= with that "
+            f"{path}: this run's epsilon leaves them out. Pass ledger= with that "
             "path to account for both together.",
             PrivacyWarning,
             stacklevel=4,
         )
-    _RECORDS[model] = (id(dataset), record)

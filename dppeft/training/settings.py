@@ -47,6 +47,12 @@ class RunSettings:
     seed: int | None = None
     ledger: str | Path | None = None
 
+    @property
+    def asked_precision(self) -> str:
+        """``precision``; an Accelerator made for bf16 asks for it where it says "auto"."""
+        mixed = getattr(self.accelerator, "mixed_precision", None)
+        return "bf16" if self.precision == "auto" and mixed == "bf16" else self.precision
+
 
 def make_packer(
     model: nn.Module, dataset: MapDataset, settings: RunSettings, processes: Processes
