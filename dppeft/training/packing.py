@@ -72,7 +72,8 @@ class RowSource:
             chunk = missing[start : start + _CHUNK]
             rows = _fetch(view, chunk.tolist())
             self._lengths[chunk] = [_row_length(row) for row in rows]
-        return self._lengths[indices]
+        lengths: np.ndarray = self._lengths[indices]
+        return lengths
 
 
 def _fetch(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:

@@ -95,14 +95,14 @@ def test_A7_epoch_lengths_are_exact() -> None:
 
 
 def test_draws_follow_the_sample_rate_and_never_hold_a_row_twice() -> None:
-    _, run = dot_run(torch.ones(200, 1), make_plan(200, batch_size=50, steps=100))
+    _, run = dot_run(torch.ones(200, 1), make_plan(200, batch_size=50, steps=100), seed=0)
     drawn = torch.zeros(200)
     for batch in run.batches():
         assert len(set(batch.indices.tolist())) == len(batch)
         drawn[batch.indices] += 1
         run.step(batch)
     assert abs(float(drawn.mean()) - 25.0) < 4 * (100 * 0.25 * 0.75 / 200) ** 0.5
-    assert drawn.max() < 50 < 2 * drawn.max()
+    assert drawn.min() < 25 < drawn.max()  # not each row equally often
 
 
 # What may be stepped
@@ -148,7 +148,8 @@ def test_an_error_before_the_release_spends_nothing_and_the_draw_stays() -> None
         run.step(batch)
     assert run.spent().steps == 0
     rows[0] = kept
-    run.step(next(run.batches()))
+    assert next(run.batches()) is batch
+    run.step(batch)
     assert run.spent().steps == 1
 
 
