@@ -66,7 +66,7 @@ def test_methods_lists_all(run: Cli) -> None:
     assert json.loads(text)["lora"]["options"]["r"] == 8
 
 
-def test_train_evaluate_predict(run: Cli, base_folder: Path, tmp_path: Path) -> None:
+def test_C8_train_evaluate_predict(run: Cli, base_folder: Path, tmp_path: Path) -> None:
     data = _rows(tmp_path / "rows.csv", count=600)
     output = tmp_path / "shared"
     code, text, error = run(
@@ -82,6 +82,8 @@ def test_train_evaluate_predict(run: Cli, base_folder: Path, tmp_path: Path) -> 
     assert "not private" in error  # rows longer than 6 tokens
     card = json.loads((output / "privacy.json").read_text())
     assert card["epsilon"] == pytest.approx(result["epsilon"])
+    # C8: the names of the classes come from private rows, and are no result of the noise.
+    assert "names of the classes" in " ".join(card["looked_at_without_noise"])
 
     code, text, error = run("evaluate", "--data", data, "--adapter", output, "--json")
     assert code == 0, error

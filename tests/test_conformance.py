@@ -85,7 +85,7 @@ def test_per_example_gradients_and_sums_equal_the_definition(method: str, model:
 
 
 @pytest.mark.parametrize(("method", "model"), PAIRS)
-def test_opacus_engine_gives_the_same_numbers_or_refuses(method: str, model: str) -> None:
+def test_B11_opacus_engine_gives_the_same_numbers_or_refuses(method: str, model: str) -> None:
     wrapped = made(method, model)
     batch, _ = batch_and_rows(model)
     reason = OPACUS_REFUSED.get((method, model))
@@ -94,10 +94,16 @@ def test_opacus_engine_gives_the_same_numbers_or_refuses(method: str, model: str
             dppeft.per_example_grads(wrapped, batch, engine="opacus")
         assert reason in str(error.value)
         return
-    ours = dppeft.clipped_sum(wrapped, batch, max_grad_norm=0.5)
-    theirs = dppeft.clipped_sum(wrapped, batch, max_grad_norm=0.5, engine="opacus")
-    assert oracle.distance(ours.grads, theirs.grads) < 1e-5 * 0.5
-    torch.testing.assert_close(ours.norms, theirs.norms, rtol=1e-5, atol=1e-6)
+    loss = default_loss(wrapped)
+    ours = make_engine(wrapped, loss=loss)
+    theirs = make_engine(wrapped, loss=loss, engine="opacus")
+    for bound in (1e-3, 0.1, 10.0):
+        first = ours.clipped_sum(batch, max_grad_norm=bound)
+        again = ours.clipped_sum(batch, max_grad_norm=bound)
+        other = theirs.clipped_sum(batch, max_grad_norm=bound)
+        assert oracle.distance(first.grads, again.grads) == 0
+        assert oracle.distance(first.grads, other.grads) < 1e-5 * bound
+        torch.testing.assert_close(first.norms, other.norms, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("method", "model"), PAIRS)
