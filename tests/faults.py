@@ -1,4 +1,4 @@
-"""Plants faults that would break the guarantee, one at a time, and shows the test that catches each.
+"""Plants faults that would break the guarantee, one by one, and shows what catches each.
 
     python -m tests.faults            # all: writes tests/faults.md
     python -m tests.faults divisor    # those whose name contains a word
@@ -78,7 +78,8 @@ FAULTS = (
     Fault(
         "a fixed-size draw in place of a Poisson one",
         "dppeft/privacy/sampling.py",
-        "        drawn = generator.random(self._plan.num_examples) < self._plan.sample_rate_at(step)",
+        "        drawn = generator.random(self._plan.num_examples)"
+        " < self._plan.sample_rate_at(step)",
         "        rate, rows = self._plan.sample_rate_at(step), self._plan.num_examples\n"
         "        drawn = generator.permutation(rows) < round(rate * rows)",
         "tests/privacy/test_sampling.py",
