@@ -42,7 +42,8 @@ class Recipe:
     ``batch_size`` is the expected logical batch. ``head_lr`` is separate because a head starts from
     nothing, while an adapter starts from a good encoder. For the first ``head_only`` of the steps
     (a fraction) only the head moves, on the encoder's own features: a warm start from the one
-    budget.
+    budget. The lowest ``bare_layers`` of the encoder's layers (a fraction) get no adapter, where
+    the method can choose: no gradient is propagated through them, which saves time.
     """
 
     epochs: float = 3
@@ -52,6 +53,7 @@ class Recipe:
     lr: float = 5e-4
     head_lr: float = 1e-2
     head_only: float = 0.0
+    bare_layers: float = 0.0
     max_grad_norm: float = 0.1
     clipping: str = "flat"
     label_smoothing: float = 0.0

@@ -25,6 +25,7 @@ RECIPE = Recipe(
     batch_size=1024,
     max_length=64,
     lr=2e-3,
+    bare_layers=1 / 3,
     head_lr=3e-2,
     max_grad_norm=1.0,
     label_smoothing=0.1,

@@ -195,10 +195,12 @@ class Work:
         """A fresh model, trained by the plan."""
         import dppeft
         from tasks.classifier import build_classifier
-        from tasks.training import fit
+        from tasks.training import adapted_layers, fit
 
         base = build_classifier(self.folder, num_labels=len(self.task.classes))
-        model = dppeft.wrap(base, self.method)
+        model = dppeft.wrap(
+            base, self.method, **adapted_layers(base, self.method, self.task.recipe)
+        )
         with progress_bar(self.console, plan, title) as progress:
             done = fit(
                 model,

@@ -69,6 +69,15 @@ def make_optimizer(
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambdas[i] for i in kept])
 
 
+def adapted_layers(base: nn.Module, method: str, recipe: Recipe) -> dict[str, list[int]]:
+    """The option of ``dppeft.wrap`` that leaves the lowest layers bare, where the method has it."""
+    layers = getattr(base.config, "num_hidden_layers", 0)
+    bare = int(recipe.bare_layers * layers)
+    if not bare or "layers_to_transform" not in dppeft.methods()[method].options:
+        return {}
+    return {"layers_to_transform": list(range(bare, layers))}
+
+
 def fit(
     model: nn.Module,
     dataset: Dataset,
