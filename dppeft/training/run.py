@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -147,16 +148,17 @@ class PrivateRun:
         secret = Secret.from_bytes(
             self._processes.object_from_main(fresh_secret(settings.seed).to_bytes())
         )
-        self._sampler = PoissonSampler(plan, secret)
+        self._secret = secret
         self._record = Record(
             plan,
             self._processes,
             path=None if settings.ledger is None else Path(settings.ledger),
             seeded=secret.seeded,
         )
+        self._sampler = PoissonSampler(plan, self._own_secret())
         self._update = Update(
             engine=self.engine,
-            noise=GaussianNoise(secret),
+            noise=GaussianNoise(self._own_secret()),
             record=self._record,
             optimizer=optimizer,
             trained=trained,
@@ -299,6 +301,8 @@ class PrivateRun:
                     f"run's has {here.get(name)!r}. Make the run with the saved plan."
                 )
         self._record.adopt(directory / LEDGER, manifest["ledger"])
+        self._sampler = PoissonSampler(self.plan, self._own_secret())
+        self._update = replace(self._update, noise=GaussianNoise(self._own_secret()))
         state.load_state(
             directory, manifest, trained=self._update.trained, optimizer=self.optimizer
         )
@@ -314,6 +318,14 @@ class PrivateRun:
                 PrivacyWarning,
                 stacklevel=2,
             )
+
+    def _own_secret(self) -> Secret:
+        """This run's randomness: another one for each run that a ledger holds.
+
+        Two runs with one seed would otherwise share draws and noise step by step, and the
+        difference of their releases would have no noise at all.
+        """
+        return self._secret.spawn(f"after {self._record.earlier} releases")
 
     def _draws(self, count: int) -> Iterator[LogicalBatch]:
         for number in range(count):

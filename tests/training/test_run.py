@@ -261,3 +261,21 @@ def test_F4_secure_noise_needs_no_further_package() -> None:
     _, run = dot_run(EYE, noisy())
     run.step(next(run.batches()))
     assert not any("csprng" in name for name in sys.modules)
+
+
+def test_H2_runs_of_one_seed_in_one_ledger_share_neither_draws_nor_noise(tmp_path: Path) -> None:
+    """The difference of two releases with one noise would be free of it."""
+    plan = make_plan(200, batch_size=50, steps=1, noise_multiplier=1.0, max_grad_norm=1.0)
+    moved, drawn = [], []
+    for _ in range(2):
+        model, run = dot_run(torch.zeros(200, 50), plan, seed=3, ledger=tmp_path / "ledger.jsonl")
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        for batch in run.batches():
+            drawn.append(batch.indices.tolist())
+            run.step(batch)
+        moved.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - before)
+    assert drawn[0] != drawn[1]
+    assert float(moved[0].abs().min()) > 0  # all of it is noise: the rows have no gradient
+    correlation = torch.corrcoef(torch.stack(moved))[0, 1]
+    assert abs(float(correlation)) < 0.5
+    assert run.spent().steps == 2
