@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,10 +42,10 @@ class Recipe:
     """How a task is trained when the command line says nothing else.
 
     ``batch_size`` is the expected logical batch. ``head_lr`` is separate because a head starts from
-    nothing, while an adapter starts from a good encoder. For the first ``head_only`` of the steps
-    (a fraction) only the head moves, on the encoder's own features: a warm start from the one
-    budget. The lowest ``bare_layers`` of the encoder's layers (a fraction) get no adapter, where
-    the method can choose: no gradient is propagated through them, which saves time.
+    nothing, while an adapter starts from a good encoder. ``head_steps`` further private steps come
+    first, for the head alone on features that the encoder computes once: a warm start that costs
+    budget but little time. The lowest ``bare_layers`` of the encoder's layers (a fraction) get no
+    adapter, where the method can choose: no gradient is propagated through them.
     """
 
     epochs: float = 3
@@ -52,11 +54,21 @@ class Recipe:
     truncation: Literal["left", "right"] = "right"
     lr: float = 5e-4
     head_lr: float = 1e-2
-    head_only: float = 0.0
+    head_steps: int = 0
+    warm_lr: float = 3e-2  # of the head in its warm start
     bare_layers: float = 0.0
     max_grad_norm: float = 0.1
     clipping: str = "flat"
     label_smoothing: float = 0.0
+
+    def steps(self, num_examples: int) -> int:
+        """All private steps on so many rows, the warm start's included; exact, as in a plan."""
+        rounds = Fraction(repr(self.epochs)) * num_examples / self.batch_size
+        return self.head_steps + math.ceil(rounds)
+
+    def for_warm_start(self) -> Recipe:
+        """The same with the head's learning rate of the warm start."""
+        return replace(self, head_lr=self.warm_lr)
 
 
 @dataclass(frozen=True, kw_only=True)

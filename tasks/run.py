@@ -128,12 +128,13 @@ def run_task(settings: Settings) -> None:
     logging.set_verbosity_error()  # each loading would report the head that is new
     accelerator = Accelerator()
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, highlight=False)
-    task = load_task(settings)
-    recipe, folder = task.recipe, settings.model or str(demo_encoder())
+    folder = settings.model or str(demo_encoder())
+    task = load_task(settings, folder)
+    recipe = task.recipe
     plan = dppeft.plan(
         num_examples=len(task.train),
         batch_size=recipe.batch_size,
-        epochs=recipe.epochs,
+        steps=recipe.steps(len(task.train)),
         epsilon=settings.epsilon,
         delta=settings.delta,
         max_grad_norm=recipe.max_grad_norm,
@@ -147,14 +148,16 @@ def run_task(settings: Settings) -> None:
         task=task,
         folder=folder,
         tokenizer=tokenizer,
+        tokens=rows,
         dataset=TokenDataset(rows, task.train.labels),
         method=settings.method,
         engine_options={**settings.engine_options, "accelerator": accelerator},
     )
+    start = time.perf_counter()
     model, done = work.train(plan, "private")
     console.print(
-        f"trained {plan.steps} steps in {done.seconds:.0f} s: "
-        f"{done.examples_per_second:.0f} examples/s"
+        f"trained {plan.steps} steps in {time.perf_counter() - start:.0f} s: "
+        f"{done.examples_per_second:.0f} examples/s with the adapter"
     )
     models = {f"private {settings.method}": model}
     if settings.compare:
@@ -167,14 +170,20 @@ def run_task(settings: Settings) -> None:
     accelerator.wait_for_everyone()
 
 
-def load_task(settings: Settings) -> Task:
-    """The task, with what the command line changes."""
+def load_task(settings: Settings, folder: str) -> Task:
+    """The task, with what the command line changes and what the model in ``folder`` allows."""
+    from tasks.classifier import stated_pooling
     from tasks.training import with_settings
 
     task = importlib.import_module(f"tasks.{settings.task}").load(settings.data)
     return dataclasses.replace(
         task,
-        recipe=with_settings(task.recipe, **settings.recipe),
+        recipe=with_settings(
+            task.recipe,
+            # A warm start needs a head that reads nothing but the encoder's features.
+            head_steps=None if stated_pooling(Path(folder)) else 0,
+            **settings.recipe,
+        ),
         train=task.train.select(range(min(settings.rows or len(task.train), len(task.train)))),
     )
 
@@ -187,6 +196,7 @@ class Work:
     task: Task
     folder: str
     tokenizer: Any
+    tokens: Any
     dataset: Any
     method: str
     engine_options: dict[str, Any]
@@ -196,20 +206,34 @@ class Work:
         import dppeft
         from tasks.classifier import build_classifier
         from tasks.training import adapted_layers, fit
+        from tasks.warm_start import part_of, warm_start
 
+        recipe = self.task.recipe
         base = build_classifier(self.folder, num_labels=len(self.task.classes))
-        model = dppeft.wrap(
-            base, self.method, **adapted_layers(base, self.method, self.task.recipe)
-        )
+        ledger = {}
+        if recipe.head_steps:
+            with self.console.status(f"{title}: warm start of the head on frozen features"):
+                warm = warm_start(
+                    base,
+                    self.tokens,
+                    self.task.train.labels,
+                    plan,
+                    recipe,
+                    tokenizer=self.tokenizer,
+                    options=self.engine_options,
+                )
+            if warm.run.ledger is not None:  # the main process writes
+                ledger = {"ledger": warm.run.ledger.path}
+        model = dppeft.wrap(base, self.method, **adapted_layers(base, self.method, recipe))
         with progress_bar(self.console, plan, title) as progress:
             done = fit(
                 model,
                 self.dataset,
-                plan,
-                self.task.recipe,
+                part_of(plan, plan.steps - recipe.head_steps),
+                recipe,
                 tokenizer=self.tokenizer,
-                progress=progress,
-                options=self.engine_options,
+                progress=lambda step: progress(recipe.head_steps + step),
+                options={**self.engine_options, **ledger},
             )
         return model, done
 
@@ -258,6 +282,11 @@ def print_plan(console: Console, settings: Settings, task: Task, plan: Any) -> N
         f"method {settings.method}, clipping {recipe.clipping}, {recipe.max_length} tokens a row, "
         f"learning rates {recipe.lr:g} (adapter) and {recipe.head_lr:g} (head)"
     )
+    if recipe.head_steps:
+        console.print(
+            f"the first {recipe.head_steps} steps train the head alone, on features that the "
+            "encoder computes once"
+        )
     console.print(plan.explain())
 
 

@@ -51,22 +51,13 @@ class Fit:
 def make_optimizer(
     model: nn.Module, recipe: Recipe, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Adam with one rate for the head and one for the rest; both fall linearly to 0.
-
-    The rest stands still for the first ``head_only`` of the steps.
-    """
+    """Adam with one rate for the head and one for the rest; both fall linearly to 0."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     head = [p for name, p in named if "classifier" in name or "score" in name]
     rest = [p for name, p in named if not ("classifier" in name or "score" in name)]
     groups = [{"params": head, "lr": recipe.head_lr}, {"params": rest, "lr": recipe.lr}]
-    wait = int(recipe.head_only * steps)
-    lambdas = [
-        lambda step: 1 - step / steps,
-        lambda step: 0.0 if step < wait else 1 - (step - wait) / (steps - wait),
-    ]
-    kept = [i for i, group in enumerate(groups) if group["params"]]
-    optimizer = torch.optim.Adam([groups[i] for i in kept])
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambdas[i] for i in kept])
+    optimizer = torch.optim.Adam([group for group in groups if group["params"]])
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
 
 
 def adapted_layers(base: nn.Module, method: str, recipe: Recipe) -> dict[str, list[int]]:

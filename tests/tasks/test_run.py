@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from transformers import AutoTokenizer
 
 import dppeft
 from dppeft.errors import ArgumentError
-from tasks.common import Recipe, Rows
-from tasks.run import Settings, run_task
-from tasks.training import majority_accuracy, make_optimizer, with_settings, words_accuracy
+from dppeft.text import TokenDataset
+from tasks.common import Recipe, Rows, Task
+from tasks.run import Settings, Work, run_task
+from tasks.training import encode, majority_accuracy, make_optimizer, with_settings, words_accuracy
 from tests.tiny import build, opinions, save_folder
 
 
@@ -83,9 +86,9 @@ def test_wrong_use_is_refused_before_anything_is_read(folder: Path, sentence_fol
         run_task(_settings(folder, sentence_folder, rows=0))
 
 
-def test_the_two_rates_fall_to_zero_and_the_adapter_waits() -> None:
+def test_the_two_rates_fall_to_zero() -> None:
     model = dppeft.wrap(build("bert"), "lora")
-    recipe = Recipe(lr=0.1, head_lr=0.3, head_only=0.5)
+    recipe = Recipe(lr=0.1, head_lr=0.3)
     optimizer, schedule = make_optimizer(model, recipe, steps=4)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == sum(
         p.requires_grad for p in model.parameters()
@@ -95,7 +98,7 @@ def test_the_two_rates_fall_to_zero_and_the_adapter_waits() -> None:
         rates.append([group["lr"] for group in optimizer.param_groups])
         optimizer.step()
         schedule.step()
-    expected = [[0.3, 0.0], [0.225, 0.0], [0.15, 0.1], [0.075, 0.05], [0.0, 0.0]]
+    expected = [[0.3, 0.1], [0.225, 0.075], [0.15, 0.05], [0.075, 0.025], [0.0, 0.0]]
     torch.testing.assert_close(torch.tensor(rates), torch.tensor(expected))
 
 
@@ -118,3 +121,41 @@ def test_bag_of_words_learns_with_its_own_plan(tmp_path: Path) -> None:
 def test_settings_of_the_command_line_replace_the_recipe() -> None:
     recipe = with_settings(Recipe(epochs=3, lr=1.0), epochs=5.0, lr=None)
     assert (recipe.epochs, recipe.lr) == (5.0, 1.0)
+
+
+def test_the_warm_start_spends_from_the_one_budget(
+    sentence_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    texts, labels = opinions(200)
+    tokenizer = AutoTokenizer.from_pretrained(sentence_folder)
+    recipe = Recipe(epochs=2, batch_size=50, head_steps=5, warm_lr=0.3, bare_layers=0.5)
+    assert recipe.steps(200) == 5 + 8
+    plan = dppeft.plan(
+        num_examples=200, batch_size=50, steps=13, epsilon=20, delta=1e-3, max_grad_norm=1.0
+    )
+    tokens, _ = encode(Rows(name="x", texts=texts, labels=labels), tokenizer, recipe)
+    work = Work(
+        console=Console(quiet=True),
+        task=Task(
+            name="x",
+            train=Rows(name="x", texts=texts, labels=labels),
+            evaluation=[],
+            classes=("no", "yes"),
+            recipe=recipe,
+        ),
+        folder=str(sentence_folder),
+        tokenizer=tokenizer,
+        tokens=tokens,
+        dataset=TokenDataset(tokens, labels),
+        method="lora",
+        engine_options={"seed": 1},
+    )
+    model, done = work.train(plan, "private")
+    spent = done.run.spent()
+    assert spent.steps == 13
+    assert spent.epsilon == pytest.approx(plan.epsilon(), rel=1e-6)
+    assert [e.step for e in done.run.ledger.entries] == [*range(5), *range(8)]
+    adapters = [name for name, p in model.named_parameters() if "lora_" in name]
+    assert adapters
+    assert not any("layer.0." in name for name in adapters)
