@@ -7,6 +7,9 @@ clipping is the plain optimizer's step on the mean over the expected batch size.
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -156,3 +159,48 @@ def test_number_of_trained_parameters(model: str) -> None:
 def test_what_cannot_train_is_refused(method: str, model: str) -> None:
     with pytest.raises(dppeft.DppeftError, match=IMPOSSIBLE[method, model]):
         dppeft.wrap(tiny.build(model), method=method)
+
+
+@pytest.mark.parametrize(("method", "model"), PAIRS)
+def test_a_step_without_noise_and_clipping_is_a_plain_step(
+    method: str, model: str, tmp_path: Path
+) -> None:
+    wrapped = made(method, model)
+    _, rows = batch_and_rows(model)
+    truth = oracle.per_example(wrapped, rows)
+    params = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+    # The divisor is the expected batch size, and every row is drawn: their mean.
+    expected = {n: p.detach().double() - 0.1 * truth[n].sum(0) / 4 for n, p in params.items()}
+    plan = dppeft.plan(
+        num_examples=4,
+        batch_size=4,
+        steps=1,
+        delta=1e-3,
+        noise_multiplier=0.0,
+        max_grad_norm=1e9,
+    )
+    dataset = [{key: value[0] for key, value in row.items()} for row in rows]
+    private = dppeft.make_private(
+        wrapped,
+        torch.optim.SGD(params.values(), lr=0.1),
+        dataset,
+        plan,
+        collate_fn=partial(as_one_batch, padding=wrapped.config.pad_token_id),
+        precision="float32",
+        ledger=tmp_path / "ledger.jsonl",
+    )
+    for batch in private.batches():
+        private.step(batch)
+    for name, p in params.items():
+        torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-5, atol=1e-5)
+
+
+def as_one_batch(rows: list[dict], *, padding: int) -> dict:
+    """Ragged rows of tensors, padded on the right."""
+    fill = {"input_ids": padding, "attention_mask": 0, "labels": -100}
+    return {
+        key: torch.nn.utils.rnn.pad_sequence([r[key] for r in rows], True, fill[key])
+        if rows[0][key].dim()
+        else torch.stack([r[key] for r in rows])
+        for key in rows[0]
+    }

@@ -12,11 +12,14 @@ ADAPTER = "adapter_model.safetensors"
 SPENT = dppeft.Spent(
     epsilon=3.0, delta=1e-5, steps=10, sample_rate=0.1, noise_multiplier=1.1, accountant="pld"
 )
+METHODS = ("lora", "dora", "ffa_lora", "bitfit", "head")
+HEADLESS, WITHOUT_BIASES = ("gpt2", "llama", "t5", "bert-mlm"), ("llama", "t5")
 PAIRS = [
-    *((name, m) for name in ("bert", "gpt2-classify") for m in ("lora", "dora", "ffa_lora")),
-    *((name, m) for name in ("bert", "gpt2-classify") for m in ("head", "bitfit")),
-    *((name, "lora") for name in ("roberta", "distilbert", "llama", "t5", "bert-mlm", "gpt2")),
-    ("gpt2", "bitfit"),
+    (name, method)
+    for name in ("bert", "roberta", "distilbert", "gpt2-classify", *HEADLESS)
+    for method in METHODS
+    if not (method == "head" and name in HEADLESS)
+    if not (method == "bitfit" and name in WITHOUT_BIASES)
 ]
 
 
