@@ -310,7 +310,13 @@ def progress_bar(console: Console, plan: Any, title: str) -> Iterator[Any]:
             speed = step * plan.expected_batch_size / (time.perf_counter() - start)
             bar.update(line, completed=step, speed=speed)
             if step % every == 0:
-                bar.update(line, epsilon=f"{plan.epsilon(steps=step):.2f}")
+                epsilon = f"{plan.epsilon(steps=step):.2f}"
+                bar.update(line, epsilon=epsilon)
+                if not console.is_terminal:  # a log file shows no bar
+                    console.print(
+                        f"{title}: step {step}/{plan.steps}, epsilon {epsilon}, "
+                        f"{speed:.0f} examples/s"
+                    )
 
         yield advance
 
