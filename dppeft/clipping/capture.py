@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dppeft._types import Batch, PerExampleLoss
-from dppeft.clipping.probing import check_losses, plain_grads
+from dppeft.clipping.probing import check_losses, full_precision, plain_grads
 from dppeft.clipping.replay import Call, RandomState, Replayer
 from dppeft.clipping.terms import Term, add
 from dppeft.clipping.units import Unit
@@ -60,7 +60,8 @@ class Capture:
                 with torch.enable_grad():
                     losses = check_losses(loss(self.model, batch), batch_size)
                 if losses.requires_grad:
-                    losses.backward(torch.ones_like(losses))
+                    with full_precision():
+                        losses.backward(torch.ones_like(losses))
                 self.recording = False
                 leftover = {name for name, p in self.params.items() if p.grad is not None}
         finally:
@@ -69,10 +70,11 @@ class Capture:
                 handle.remove()
             for param in self.params.values():
                 param.requires_grad_(True)
-        for unit, call, grads in self.pending:
-            if grads:
-                self._use(unit, self.replayers[unit.path].terms(call, grads))
-        return {name: add(terms) for name, terms in self.uses.items()}, leftover
+        with full_precision():
+            for unit, call, grads in self.pending:
+                if grads:
+                    self._use(unit, self.replayers[unit.path].terms(call, grads))
+            return {name: add(terms) for name, terms in self.uses.items()}, leftover
 
     def _hooks(self, unit: Unit) -> list[Any]:
         own = [self.params[name] for name in unit.params.values()]

@@ -17,7 +17,7 @@ from dppeft import _validate
 from dppeft._types import Batch, ClippedSum, PerExampleLoss
 from dppeft.clipping.capture import Capture
 from dppeft.clipping.factors import CLIPPINGS, clip_factors
-from dppeft.clipping.probing import by_row, refuse_mixing, trainable
+from dppeft.clipping.probing import by_row, full_precision, refuse_mixing, trainable
 from dppeft.clipping.replay import Replayer
 from dppeft.clipping.terms import Term
 from dppeft.clipping.units import Planner, Unit, UnitPlan
@@ -63,13 +63,14 @@ class Engine(ABC):
     def per_example_grads(self, batch: Batch) -> dict[str, Tensor]:
         """Float32 gradients by name, (B, *shape); zeros for a parameter that is not reached."""
         size, params = batch_size_of(batch), self._trainable()
-        terms = self.terms(batch, size) if size else {}
-        return {
-            name: terms[name].instantiate().float()
-            if name in terms
-            else torch.zeros(size, *p.shape, device=p.device)
-            for name, p in params.items()
-        }
+        terms = self._terms_of(batch, size)
+        with full_precision():
+            return {
+                name: terms[name].instantiate().float()
+                if name in terms
+                else torch.zeros(size, *p.shape, device=p.device)
+                for name, p in params.items()
+            }
 
     def clipped_sum(self, batch: Batch, *, max_grad_norm: float) -> ClippedSum:
         """The sum of the clipped per-example gradients, and its bound.
@@ -81,21 +82,34 @@ class Engine(ABC):
         """
         bound = self._bound(max_grad_norm)
         size = batch_size_of(batch)
-        terms = self.terms(batch, size) if size else {}
+        terms = self._terms_of(batch, size)
         if not terms:
             return self._zeros(bound, size)
-        norms_sq = {name: term.norms_sq().float() for name, term in terms.items()}
-        factors, norms = clip_factors(norms_sq, max_grad_norm=bound, clipping=self.clipping)
-        broken = ~torch.isfinite(norms)
-        if bool(broken.any()):  # 0 * NaN is NaN: such rows must be removed, not scaled
-            terms = {name: term.without(broken) for name, term in terms.items()}
-        grads = {
-            name: terms[name].weighted_sum(factors[name]).float()
-            if name in terms
-            else torch.zeros(p.shape, device=p.device)
-            for name, p in self._trainable().items()
-        }
+        with full_precision():
+            norms_sq = {name: term.norms_sq().float() for name, term in terms.items()}
+            factors, norms = clip_factors(norms_sq, max_grad_norm=bound, clipping=self.clipping)
+            broken = ~torch.isfinite(norms)
+            if bool(broken.any()):  # 0 * NaN is NaN: such rows must be removed, not scaled
+                terms = {name: term.without(broken) for name, term in terms.items()}
+            grads = {
+                name: terms[name].weighted_sum(factors[name]).float()
+                if name in terms
+                else torch.zeros(p.shape, device=p.device)
+                for name, p in self._trainable().items()
+            }
         return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=size)
+
+    def _terms_of(self, batch: Batch, size: int) -> dict[str, Term]:
+        if torch.is_inference_mode_enabled():
+            raise ArgumentError(
+                "Gradients are off for good inside torch.inference_mode(). Call from outside it."
+            )
+        return self.terms(batch, size) if size else {}
+
+    def _signature(self) -> tuple[object, ...]:
+        """What was proven holds for these parameters, and these modules in these modes."""
+        modes = tuple(module.training for module in self.model.modules())
+        return (modes, *((name, id(p)) for name, p in self._trainable().items()))
 
     def zero_sum(self, *, max_grad_norm: float) -> ClippedSum:
         """The sum over no examples. The model is not called."""
@@ -136,19 +150,19 @@ class ExactEngine(Engine):
     def __init__(self, model: nn.Module, *, loss: PerExampleLoss, clipping: str = "flat") -> None:
         super().__init__(model, loss=loss, clipping=clipping)
         self._plan: UnitPlan | None = None
-        self._signature: tuple[object, ...] = ()
+        self._planned_for: tuple[object, ...] = ()
         self._replayers: dict[str, Replayer] = {}
 
     def plan_for(self, batch: Batch, batch_size: int) -> UnitPlan:
         """Which module accounts for which parameter, found on at most three rows of the batch."""
-        signature = (self.model.training, *((n, id(p)) for n, p in self._trainable().items()))
-        if self._plan is None or signature != self._signature:
+        signature = self._signature()
+        if self._plan is None or signature != self._planned_for:
             refuse_mixing(self.model)
             planner = Planner(self.model, self.loss)
             plan = planner.plan(batch, batch_size, self._trial)
             if plan is None:  # nothing finite to learn from; look again at the next batch
                 return UnitPlan([], by_row=next(iter(planner.params)))
-            self._plan, self._signature = plan, signature
+            self._plan, self._planned_for = plan, signature
             self._replayers = {u.path: Replayer(u) for u in plan.units if u.rule is None}
         return self._plan
 

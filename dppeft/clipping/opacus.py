@@ -38,17 +38,17 @@ class OpacusEngine(Engine):
 
     def __init__(self, model: nn.Module, *, loss: PerExampleLoss, clipping: str = "flat") -> None:
         super().__init__(model, loss=loss, clipping=clipping)
-        self._trusted_for: tuple[str, ...] = ()
+        self._trusted_for: tuple[object, ...] = ()
 
     def terms(self, batch: Batch, batch_size: int) -> dict[str, Term]:
-        names = tuple(self._trainable())
-        if names != self._trusted_for:
+        signature = self._signature()
+        if signature != self._trusted_for:
             refuse_mixing(self.model)
             with untouched_random_state(self.model), without_dropout(self.model):
                 for size in (2, 3):
                     rows = [row % batch_size for row in range(size)]
                     self._compare(rows_of(batch, batch_size, rows), size)
-            self._trusted_for = names
+            self._trusted_for = signature
         samples = _hooked(self.model, self.loss, batch, batch_size)
         for name, sample in samples.items():
             if len(sample) != batch_size:

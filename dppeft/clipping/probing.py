@@ -37,6 +37,13 @@ def check_losses(losses: object, batch_size: int) -> Tensor:
 
 
 @contextmanager
+def full_precision() -> Iterator[None]:
+    """Outside autocast, whatever the caller's setting: norms, factors and sums are float32."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+@contextmanager
 def untouched_random_state(model: nn.Module) -> Iterator[None]:
     """Draws made inside leave torch's global generators as they were."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -66,6 +73,41 @@ def refuse_mixing(model: nn.Module) -> None:
                         f"{path}: Embedding with {option} depends on the whole batch. "
                         f"Build it without {option}."
                     )
+
+
+@contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Puts back buffers that a forward inside has changed, and refuses the model for it.
+
+    What a forward keeps of private rows (running statistics) would reach later examples and the
+    exported model without noise.
+    """
+    before = {
+        (module, key): (buffer, buffer.clone())
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    changed = []
+    try:
+        yield
+    finally:
+        for (module, key), (buffer, value) in before.items():
+            if module._buffers.get(key) is not buffer or not _same(buffer, value):
+                changed.append((type(module).__name__, key))
+                module._buffers[key] = buffer
+                buffer.copy_(value)
+    if changed:
+        kind, key = changed[0]
+        raise UnsupportedModelError(
+            f"A {kind} writes into its buffer {key!r} in the forward pass, so it would keep and "
+            "share what it saw of private rows without noise. Turn running statistics off "
+            "(track_running_stats=False), or put that module in eval mode and keep it there."
+        )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
 
 
 @contextmanager
@@ -165,7 +207,7 @@ def by_row(
     params = trainable(model)
     rows: list[dict[str, Tensor]] = []
     for row in range(batch_size):
-        with plain_grads(params.values()):
+        with plain_grads(params.values()), torch.enable_grad():
             losses = check_losses(loss(model, rows_of(batch, batch_size, [row])), 1)
             if losses.requires_grad:
                 losses.sum().backward()

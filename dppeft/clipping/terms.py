@@ -98,10 +98,15 @@ class Outer:
         return self.left[rows].transpose(1, 2) @ self.right[rows]
 
     def norms_sq(self) -> Tensor:
-        """Gram form where 2 T^2 < m n (Li et al. 2022, Eq. 3), else form, measure and drop."""
+        """Gram form where 2 T^2 < m n (Li et al. 2022, Eq. 3), else form, measure and drop.
+
+        In float64: positions that cancel leave a norm far below the products that are summed, and
+        float32 would report it as 0, which is "nothing to clip".
+        """
         (_, positions, m), n = self.left.shape, self.right.shape[-1]
         if 2 * positions**2 < m * n:
-            grams = (self.left @ self.left.mT) * (self.right @ self.right.mT)
+            left, right = self.left.double(), self.right.double()
+            grams = (left @ left.mT) * (right @ right.mT)
             return grams.sum((1, 2)).clamp_min(0)  # rounding can make a sum of products negative
         return _norms_by_chunks(self.instantiate, self.batch, m * n)
 
@@ -134,8 +139,10 @@ class Lookup:
         return table.scatter_add_(1, ids[..., None].expand_as(grad), grad)
 
     def norms_sq(self) -> Tensor:
+        """In float64, for the reason given at ``Outer.norms_sq``."""
         same = self.ids[:, :, None] == self.ids[:, None, :]
-        return ((self.grad @ self.grad.mT) * same).sum((1, 2)).clamp_min(0)
+        grad = self.grad.double()
+        return ((grad @ grad.mT) * same).sum((1, 2)).clamp_min(0)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         scaled = (self.grad * factors.to(self.grad.dtype)[:, None, None]).flatten(0, 1)

@@ -27,11 +27,12 @@ from dppeft.clipping.probing import (
     plain_grads,
     rows_of,
     trainable,
+    unchanged_buffers,
     untouched_random_state,
     without_dropout,
 )
 from dppeft.clipping.rules import Rule, find_rule
-from dppeft.clipping.terms import Term
+from dppeft.clipping.terms import Dense, Term, at_least_float32
 from dppeft.errors import DppeftError, UnsupportedModelError
 
 
@@ -81,17 +82,16 @@ class Planner:
             batch_size: its number of rows.
             trial: ``(units, batch, size) -> (terms, leftover)``: a forward and backward with units.
         """
-        rows = self._usable_rows(batch, batch_size)
-        if rows is None:
-            return None
-        two, three = (rows_of(batch, batch_size, rows[:k]) for k in (2, 3))
         self._refuse_gradient_hooks()
-        with untouched_random_state(self.model):
+        with untouched_random_state(self.model), unchanged_buffers(self.model):
+            rows = self._usable_rows(batch, batch_size)
+            if rows is None:
+                return None
+            two, three = (rows_of(batch, batch_size, rows[:k]) for k in (2, 3))
             calls_two, _ = self._probe(two, 2)
             calls_three, sums = self._probe(three, 3)
-            reached = set(sums)
             self._read_layouts(calls_two, calls_three)
-            self._refuse_lost_gradients(calls_three, reached)
+            self._refuse_lost_gradients(calls_three, set(sums))
             plan = self._settle(three, sums, trial)
             self._refuse_mixed_rows(plan, three, trial)
             return plan
@@ -99,8 +99,7 @@ class Planner:
     def _usable_rows(self, batch: Batch, batch_size: int) -> list[int] | None:
         """Three rows (repeated if there are fewer) whose gradients are finite."""
         for rows in ([r % batch_size for r in range(3)], *([r] * 3 for r in range(batch_size))):
-            with untouched_random_state(self.model):
-                sums = self._probe(rows_of(batch, batch_size, rows), 3)[1]
+            sums = self._probe(rows_of(batch, batch_size, rows), 3)[1]
             if all(bool(grad.isfinite().all()) for grad in sums.values()):
                 return rows
         return None
@@ -128,9 +127,13 @@ class Planner:
         return calls, self._summed_gradients(losses)
 
     def _summed_gradients(self, losses: Tensor) -> dict[str, Tensor]:
-        with plain_grads(self.params.values()):
-            if losses.requires_grad:
-                losses.sum().backward()
+        if not losses.requires_grad:
+            raise UnsupportedModelError(
+                "The loss depends on no trained parameter: it was detached on its way, or nothing "
+                "that trains is used. Return the losses as the model computed them."
+            )
+        with plain_grads(self.params.values()), torch.enable_grad():
+            losses.sum().backward()
             grads = {name: p.grad for name, p in self.params.items()}
         return {name: grad.to_dense() for name, grad in grads.items() if grad is not None}
 
@@ -140,28 +143,58 @@ class Planner:
                 self.layouts[path] = layout_of(module, two.of[path], three.of[path])
 
     def _refuse_mixed_rows(self, plan: UnitPlan, batch: Batch, trial: Trial) -> None:
-        """The first row's gradient among its neighbours must be its gradient alone."""
+        """Each row's gradient among its neighbours, in two orders, must be its gradient alone."""
+        mixed = self._mixed_in_training(plan, batch, trial)
         exact = computes_exactly(self.model)
         with without_dropout(self.model):
+            alone = by_row(self.model, self.loss, batch, 3)
             if plan.by_row is not None:
-                rows = by_row(self.model, self.loss, batch, 3)
-                mixed = sorted(_differing(rows, self._probe(batch, 3)[1], exact))
-            else:
-                terms, _ = trial(plan.units, batch, 3)
-                alone = by_row(self.model, self.loss, rows_of(batch, 3, [0]), 1)
-                first = {name: term.instantiate(slice(0, 1)) for name, term in terms.items()}
-                mixed = [
-                    name
-                    for name, term in alone.items()
-                    if disagreement(first.get(name), term.instantiate(), alone, exact=exact)
-                ]
+                mixed |= _differing(alone, self._probe(batch, 3)[1], exact)
+            for order in ([0, 1, 2], [2, 0, 1]) if plan.by_row is None else ():
+                terms, _ = trial(plan.units, rows_of(batch, 3, order), 3)
+                back = torch.tensor([order.index(row) for row in range(3)])
+                for name, term in alone.items():
+                    found = terms[name].instantiate()[back] if name in terms else None
+                    if disagreement(found, term.instantiate(), alone, exact=exact):
+                        mixed.add(name)
         if mixed:
             raise UnsupportedModelError(
-                f"{mixed[0]}: an example's gradient changes with the other examples of its batch. "
-                "Some layer mixes them (statistics, attention or routing across rows), or the "
-                "loss is averaged over the batch. Replace that layer, choose another method, or "
-                "return each example's own loss."
+                f"{min(mixed)}: an example's gradient changes with the other examples of its "
+                "batch. Some layer mixes them (statistics, attention or routing across rows), "
+                "keeps something from call to call, or the loss is averaged over the batch. "
+                "Replace that layer, choose another method, or return each example's own loss."
             )
+
+    def _mixed_in_training(self, plan: UnitPlan, batch: Batch, trial: Trial) -> set[str]:
+        """What the first row's gradient in the model's own mode owes to its neighbours.
+
+        With one seed the first row gets the same dropout whatever the other rows are.
+        """
+        firsts: list[dict[str, Dense]] = []
+        for order in ([0, 1, 2], [0, 2, 1], [0, 0, 0]):
+            rows = rows_of(batch, 3, order)
+            torch.manual_seed(0)
+            if plan.by_row is not None:
+                found = self._first_row_by_autograd(rows)
+            else:
+                terms, _ = trial(plan.units, rows, 3)
+                found = {n: term.instantiate(slice(0, 1)) for n, term in terms.items()}
+            firsts.append({name: Dense(at_least_float32(grad)) for name, grad in found.items()})
+        exact = computes_exactly(self.model)
+        return {
+            name
+            for other in firsts[1:]
+            for name, term in firsts[0].items()
+            if name not in other
+            or disagreement(other[name].grads, term.grads, firsts[0], exact=exact)
+        }
+
+    def _first_row_by_autograd(self, batch: Batch) -> dict[str, Tensor]:
+        with plain_grads(self.params.values()), torch.enable_grad():
+            losses = check_losses(self.loss(self.model, batch), 3)
+            losses[0].backward()
+            grads = {name: p.grad for name, p in self.params.items()}
+        return {name: grad.to_dense()[None] for name, grad in grads.items() if grad is not None}
 
     def _refuse_gradient_hooks(self) -> None:
         for name, param in self.params.items():

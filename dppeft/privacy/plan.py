@@ -60,6 +60,12 @@ class PrivacyPlan:
         _check_batch("batch_size", batch, rows)
         if self.batch_schedule is not None:
             _check_schedule(self.batch_schedule, batch, rows, self.steps)
+        if self.target_epsilon is not None and self.epsilon() > self.target_epsilon:
+            raise ArgumentError(
+                f"These numbers spend epsilon={self.epsilon():.4g}, more than "
+                f"target_epsilon={self.target_epsilon:g}. Make the plan with dppeft.plan, which "
+                "finds the noise for the target."
+            )
 
     @property
     def sample_rate(self) -> float:

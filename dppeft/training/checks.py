@@ -130,7 +130,7 @@ def prove(model: nn.Module, packer: Packer, engine: Engine, *, engine_name: str)
     does not take such rows, the first rows of the data set are used: what the proof says about them
     is only whether the run is refused, and no number of it is shown.
     """
-    with in_training_mode(model):
+    with in_training_mode(model, kept=kept_in_eval(model)):
         made_up = _made_up_rows(model, packer, engine.loss)
         batch = made_up or packer.batch(_first_rows(packer))
         report = check(model, batch, loss=engine.loss, engine=engine_name)
@@ -193,17 +193,41 @@ def _warn_of_dead_tensors(model: nn.Module, engine: Engine, batch: Batch) -> Non
         )
 
 
-@contextmanager
-def in_training_mode(model: nn.Module) -> Iterator[None]:
-    """The model in training mode; every module's own mode is put back on exit.
+def kept_in_eval(model: nn.Module) -> frozenset[nn.Module]:
+    """Modules that a user keeps in eval mode while the model trains (a frozen BatchNorm)."""
+    if not model.training:
+        return frozenset()
+    return frozenset(module for module in model.modules() if not module.training)
 
-    A model already in training mode is left as it is: the user may keep some parts in eval mode.
-    """
-    if model.training:
-        yield
-        return
+
+def check_unchanged(
+    model: nn.Module, optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter]
+) -> None:
+    """An error unless what trains is what the run was made for. Before a draw is used."""
+    now = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    changed = sorted(
+        name
+        for name in now.keys() | trained.keys()
+        if now.get(name) is not trained.get(name) or id(trained[name]) not in held
+    )
+    if changed:
+        raise ArgumentError(
+            f"{changed[0]} is no longer what the run was made to train ({len(changed)} tensors: "
+            "frozen, unfrozen, merged, replaced, or taken out of the optimizer). Nothing was "
+            "spent in this step. Make a new run with ledger= the path of this one's ledger."
+        )
+
+
+@contextmanager
+def in_training_mode(
+    model: nn.Module, *, kept: frozenset[nn.Module] = frozenset()
+) -> Iterator[None]:
+    """The model in training mode but for ``kept``; each module's own mode is put back on exit."""
     modes = {module: module.training for module in model.modules()}
     model.train()
+    for module in kept:
+        module.training = False
     try:
         yield
     finally:

@@ -132,6 +132,7 @@ class PrivateRun:
         precision = choose_precision(settings.asked_precision, device)
         self.model, self.optimizer, self.plan, self.settings = model, optimizer, plan, settings
         self._dataset = dataset
+        self._kept_in_eval = checks.kept_in_eval(model)
         self._processes = find_processes(settings.accelerator, device)
         self._packer = make_packer(model, dataset, settings, self._processes)
         self.engine: Engine = make_engine(
@@ -228,9 +229,10 @@ class PrivateRun:
             )
         if self.plan.target_epsilon is not None and self.steps_made >= self.plan.steps:
             raise self._over_budget(1)
+        checks.check_unchanged(self.model, self.optimizer, self._update.trained)
         made = self.steps_made
         try:
-            with checks.in_training_mode(self.model):
+            with checks.in_training_mode(self.model, kept=self._kept_in_eval):
                 self._update.apply(batch, self._rates(batch.step))
         finally:
             if self.steps_made > made:

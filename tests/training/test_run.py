@@ -280,3 +280,45 @@ def test_H2_runs_of_one_seed_in_one_ledger_share_neither_draws_nor_noise(tmp_pat
     correlation = torch.corrcoef(torch.stack(moved))[0, 1]
     assert abs(float(correlation)) < 0.5
     assert run.spent().steps == 2
+
+
+@pytest.mark.parametrize("how", ["frozen", "unfrozen", "out of the optimizer", "replaced"])
+def test_what_trains_may_not_change_after_make_private(how: str, tmp_path: Path) -> None:
+    """Noticed before the draw is used: nothing is spent, no traceback after the ledger."""
+    model = adapted_bert()
+    optimizer = sgd(model)
+    run = dppeft.make_private(
+        model, optimizer, token_rows(8), make_plan(8), ledger=tmp_path / "ledger.jsonl"
+    )
+    name, parameter = next(iter(trained(model).items()))
+    if how == "frozen":
+        parameter.requires_grad_(False)
+    elif how == "unfrozen":
+        next(p for p in model.parameters() if not p.requires_grad).requires_grad_(True)
+    elif how == "replaced":
+        owner = model.get_submodule(name.rpartition(".")[0])
+        setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(parameter.detach().clone()))
+    else:
+        optimizer.param_groups.clear()
+    batch = next(iter(run.batches()))
+    with pytest.raises(dppeft.DppeftError, match="no longer what the run was made to train"):
+        run.step(batch)
+    assert len(run.ledger) == 0
+
+
+def test_a_part_kept_in_eval_stays_there_through_an_evaluation(tmp_path: Path) -> None:
+    model = adapted_bert(hidden_dropout_prob=0.5)
+    model.train()
+    kept = model.base_model.model.bert.encoder.layer[0]
+    kept.eval()
+    run = dppeft.make_private(
+        model, sgd(model), token_rows(8), make_plan(8), ledger=tmp_path / "ledger.jsonl"
+    )
+    seen: list[tuple[bool, bool]] = []
+    kept.register_forward_pre_hook(lambda module, _: seen.append((model.training, module.training)))
+    for mode in (True, False, True):
+        model.train(mode)  # as an evaluation leaves it
+        seen.clear()
+        run.step(next(iter(run.batches(steps=1))))
+        assert set(seen) == {(True, False)}
+        assert kept.training is mode
