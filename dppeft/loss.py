@@ -50,7 +50,7 @@ def default_loss(model: nn.Module, *, label_smoothing: float = 0.0) -> PerExampl
     Raises:
         ArgumentError: ``label_smoothing`` is out of range; when called, the labels and logits fit
             no loss above.
-        UnsupportedModelError: a part of the model's own loss belongs to no example (AdaLoRA).
+        UnsupportedModelError: a part of the tuner's own loss belongs to no example (AdaLoRA).
     """
     _validate.non_negative(label_smoothing=label_smoothing)
     if label_smoothing >= 1:
@@ -58,7 +58,7 @@ def default_loss(model: nn.Module, *, label_smoothing: float = 0.0) -> PerExampl
             f"Expected label_smoothing < 1, got label_smoothing={label_smoothing}: no weight would "
             "be left for the labels. Usual values are 0 to 0.2."
         )
-    _refuse_penalty(model)
+    _refuse_own_loss(model)
     base = unwrap(model)
     accepted = inspect.signature(base.forward).parameters
     # A cache of keys and values is memory that no training step reads.
@@ -157,15 +157,21 @@ class _DefaultLoss:
 _DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 
 
-def _refuse_penalty(model: nn.Module) -> None:
-    """AdaLoRA adds a penalty on its weights to the loss, which reaches them past every layer."""
+# PEFT type -> the option that weighs what it adds to the model's loss (None: a loss of its own).
+_OWN_LOSS = {"ADALORA": "orth_reg_weight", "SHADOW": "auxiliary_loss_weight", "CPT": None}
+
+
+def _refuse_own_loss(model: nn.Module) -> None:
+    """A tuner whose loss has a part that the logits do not show, and that would be dropped."""
     for config in (getattr(model, "peft_config", None) or {}).values():
-        if getattr(config, "orth_reg_weight", 0):
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        option = _OWN_LOSS.get(kind)
+        if kind in _OWN_LOSS and (option is None or getattr(config, option, 0)):
+            weight = f" ({option}={getattr(config, option)})" if option else ""
             raise UnsupportedModelError(
-                f"PEFT's {type(config).__name__} adds a penalty on its weights "
-                f"(orth_reg_weight={config.orth_reg_weight}) to the loss, which belongs to no "
-                "example. Use 'lora', or pass loss=, a function (model, batch) -> tensor of shape "
-                "(B,), to train without the penalty."
+                f"PEFT's {type(config).__name__} trains with a loss term of its own{weight}, which "
+                "the losses of single examples do not have. Use 'lora', or pass loss=, a function "
+                "(model, batch) -> tensor of shape (B,), to train with that loss alone."
             )
 
 

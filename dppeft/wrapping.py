@@ -151,6 +151,8 @@ def _check_biases(model: nn.Module, head: list[str]) -> None:
 def _inject(model: nn.Module, config: PeftConfig, name: str) -> PeftModel:
     from peft import get_peft_model
 
+    from dppeft.tuners.repairs import repair
+
     if getattr(config, "fan_in_fan_out", None) is False:
         config.fan_in_fan_out = fitting.all_transposed(model, config)
     config.base_model_name_or_path = None
@@ -168,6 +170,7 @@ def _inject(model: nn.Module, config: PeftConfig, name: str) -> PeftModel:
             f"Method {name!r} leaves nothing to train in {type(model).__name__}. Choose other "
             "target_modules, or a configuration with inference_mode=False."
         )
+    repair(wrapped)
     return wrapped
 
 

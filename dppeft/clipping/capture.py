@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dppeft._types import Batch, PerExampleLoss
-from dppeft.clipping.probing import check_losses, full_precision, plain_grads
+from dppeft.clipping.probing import check_losses, full_precision, plain_grads, without_autocast
 from dppeft.clipping.replay import Call, RandomState, Replayer
 from dppeft.clipping.terms import Term, add
 from dppeft.clipping.units import Unit
 from dppeft.errors import UnsupportedModelError
+
+
+class ChangedCallError(UnsupportedModelError):
+    """A unit's inputs do not fit its layout: it must be examined again on rows like these."""
 
 
 class _StartOfGradient(torch.autograd.Function):
@@ -60,7 +64,7 @@ class Capture:
                 with torch.enable_grad():
                     losses = check_losses(loss(self.model, batch), batch_size)
                 if losses.requires_grad:
-                    with full_precision():
+                    with without_autocast():
                         losses.backward(torch.ones_like(losses))
                 self.recording = False
                 leftover = {name for name, p in self.params.items() if p.grad is not None}
@@ -118,10 +122,10 @@ class Capture:
         leaves, structure = tree_flatten((args, kwargs))
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         versions = [x._version if isinstance(x, Tensor) else 0 for x in leaves]
-        self._check_sizes(unit, leaves)
+        axes = self._axes(unit, leaves)
         kind = self.params[next(iter(unit.params.values()))].device.type
         autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        call = Call(leaves, structure, state, autocast)
+        call = Call(leaves, axes, structure, state, autocast)
         outputs, output_structure = tree_flatten(output)
         grads: dict[int, Tensor] = {}
         several = len(unit.layout.outputs) > 1
@@ -156,7 +160,7 @@ class Capture:
             if unit.rule is not None:
                 x = call.leaves[0]
                 if not unit.expands:
-                    x = x.movedim(unit.layout.inputs[0], 0)
+                    x = x.movedim(call.axes[0], 0)
                     grad = grad.movedim(unit.layout.outputs[0][1], 0)
                 self._use(unit, unit.rule(unit.module, x, grad))
             else:
@@ -171,11 +175,12 @@ class Capture:
             if local in terms:
                 self.uses[name].append(terms[local])
 
-    def _check_sizes(self, unit: Unit, leaves: list[Any]) -> None:
-        for leaf, axis in zip(leaves, unit.layout.inputs, strict=True):
-            if axis is not None and leaf.shape[axis] != self.batch_size:
-                raise UnsupportedModelError(
-                    f"{unit.path} was called with {leaf.shape[axis]} entries on its batch axis "
-                    f"for {self.batch_size} examples. Each call must see every example once; "
-                    "train other modules, or change the model."
-                )
+    def _axes(self, unit: Unit, leaves: list[Any]) -> list[int | None]:
+        axes = unit.layout.axes_of(leaves, self.batch_size)
+        if axes is None:
+            raise ChangedCallError(
+                f"{unit.path} was called for {self.batch_size} examples with other inputs than on "
+                "the rows that it was examined on. Each call must see every example once, in the "
+                "same arguments; train other modules, or change the model."
+            )
+        return axes

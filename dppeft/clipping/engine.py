@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dppeft import _validate
 from dppeft._types import Batch, ClippedSum, PerExampleLoss
-from dppeft.clipping.capture import Capture
+from dppeft.clipping.capture import Capture, ChangedCallError
 from dppeft.clipping.factors import CLIPPINGS, clip_factors
 from dppeft.clipping.probing import by_row, full_precision, refuse_mixing, trainable
 from dppeft.clipping.replay import Replayer
@@ -172,7 +172,12 @@ class ExactEngine(Engine):
             if plan.by_row is not None:
                 return by_row(self.model, self.loss, batch, batch_size)
             capture = Capture(self.model, plan.units, self._replayers)
-            terms, leftover = capture.run(self.loss, batch, batch_size)
+            try:
+                terms, leftover = capture.run(self.loss, batch, batch_size)
+            except ChangedCallError:
+                if attempt:
+                    return by_row(self.model, self.loss, batch, batch_size)
+                leftover = {""}
             if not leftover:
                 return terms
             if attempt == 0:

@@ -23,6 +23,9 @@ class Layout:
     """Where the batch lies in a module's inputs and outputs: an axis, None (constant) or MIXED."""
 
     inputs: tuple[int | None, ...]
+    tensors: tuple[
+        bool, ...
+    ]  # which inputs were tensors; others may be absent (no mask: no padding)
     outputs: tuple[tuple[int, int | None], ...]  # (position among the outputs, axis)
     lookup_once: bool  # its one input is (1, T): the same positions for every row
     replayable: bool  # no arguments with a state of their own, such as a cache
@@ -32,6 +35,19 @@ class Layout:
         """Each output has one entry per row, and no input depends on the batch in another way."""
         outputs = [axis for _, axis in self.outputs]
         return bool(outputs) and None not in outputs and MIXED not in (*self.inputs, *outputs)
+
+    def axes_of(self, leaves: list[Any], batch_size: int) -> list[int | None] | None:
+        """The batch axis of each input of one call, or None where the layout does not fit it."""
+        if len(leaves) != len(self.inputs):
+            return None
+        axes: list[int | None] = []
+        for leaf, axis, expected in zip(leaves, self.inputs, self.tensors, strict=True):
+            if isinstance(leaf, Tensor) and (
+                not expected or (axis is not None and leaf.shape[axis] != batch_size)
+            ):
+                return None
+            axes.append(axis if isinstance(leaf, Tensor) else None)
+        return axes
 
 
 class Call(NamedTuple):
@@ -71,7 +87,7 @@ def _shape(leaf: object) -> torch.Size | str:
 
 def _axis(two: torch.Size | str, three: torch.Size | str) -> int | None:
     if isinstance(two, str) or isinstance(three, str):
-        return None
+        return None if two == three else MIXED
     if len(two) != len(three):
         return MIXED
     differing = [axis for axis, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
@@ -93,6 +109,7 @@ def layout_of(module: nn.Module, two: list[Call], three: list[Call]) -> Layout |
         layouts.add(
             Layout(
                 inputs=tuple(map(_axis, a.inputs, b.inputs)),
+                tensors=tuple(not isinstance(shape, str) for shape in a.inputs),
                 outputs=tuple((k, _axis(a.outputs[k], b.outputs[k])) for k in a.outputs),
                 lookup_once=isinstance(module, nn.Embedding)
                 and [len(shape) > 1 and shape[0] == 1 for shape in shapes] == [True],

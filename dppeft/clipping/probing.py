@@ -37,10 +37,25 @@ def check_losses(losses: object, batch_size: int) -> Tensor:
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Outside autocast, whatever the caller's setting: norms, factors and sums are float32."""
+def without_autocast() -> Iterator[None]:
+    """A backward, and what its hooks compute, follows the dtypes that the forward chose."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Whatever the caller's autocast or TF32: norms, factors and sums are float32.
+
+    A sum in TF32 would exceed the bound that float32 norms promise by a thousandth.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with without_autocast():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager
@@ -112,16 +127,33 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 @contextmanager
 def plain_grads(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """``.grad`` is empty inside, and afterwards what it was before: a user's own is kept."""
+    """``.grad`` is empty and the tensors' own hooks are silent inside; afterwards both are back.
+
+    A gradient hook (OSF's projection, a mask) is post-processing: it belongs on the released
+    gradient, where noise passes through it too, not on private ones.
+    """
     params = list(params)
     saved = [p.grad for p in params]
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in params if p._backward_hooks]
     for p in params:
         p.grad = None
+    for live, _ in hooks:
+        live.clear()
     try:
         yield
     finally:
+        for live, kept in hooks:
+            live.update(kept)
         for p, grad in zip(params, saved, strict=True):
             p.grad = grad
+
+
+def through_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """What the tensor's own gradient hooks make of a released gradient, in their order."""
+    for hook in (param._backward_hooks or {}).values():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class Call:
     """One recorded call of a unit: its inputs (detached), and what its surroundings were."""
 
     leaves: list[Any]  # the flattened (args, kwargs)
+    axes: list[int | None]  # of each leaf, the axis of the batch
     structure: Any
     random_state: RandomState | None  # as it was before the call, if the call drew numbers
     autocast: tuple[str, bool, torch.dtype]
@@ -104,7 +105,7 @@ class Replayer:
                 module._parameters[key] = param
 
     def _vmapped(self, call: Call, grads: dict[int, Tensor]) -> dict[str, Tensor] | None:
-        in_axes = self.unit.layout.inputs
+        in_axes = call.axes
         mapped = [k for k, axis in enumerate(in_axes) if axis is not None]
         out_axes = dict(self.unit.layout.outputs)
         params = self._params()
@@ -130,7 +131,7 @@ class Replayer:
         for row in range(grads[position].shape[out_axes[position]]):
             leaves = [
                 leaf if axis is None else leaf.narrow(axis, row, 1)
-                for leaf, axis in zip(call.leaves, self.unit.layout.inputs, strict=True)
+                for leaf, axis in zip(call.leaves, call.axes, strict=True)
             ]
             params = {name: p.requires_grad_() for name, p in self._params().items()}
             outputs = self._forward(params, leaves, call, grads)

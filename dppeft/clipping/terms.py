@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+_GRAM_BLOCK = 32  # positions; a Gram matrix is symmetric, so blocks below its diagonal are left out
+# Below this share of the largest possible norm a sum of float32 products has lost its digits;
+# random directions at T positions have a share of 1 / T.
+_CANCELS = 1e-3
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32 at a time when gradients are formed and dropped
 
 
@@ -98,17 +102,23 @@ class Outer:
         return self.left[rows].transpose(1, 2) @ self.right[rows]
 
     def norms_sq(self) -> Tensor:
-        """Gram form where 2 T^2 < m n (Li et al. 2022, Eq. 3), else form, measure and drop.
-
-        In float64: positions that cancel leave a norm far below the products that are summed, and
-        float32 would report it as 0, which is "nothing to clip".
-        """
+        """Gram form where 2 T^2 < m n (Li et al. 2022, Eq. 3), else form, measure and drop."""
         (_, positions, m), n = self.left.shape, self.right.shape[-1]
         if 2 * positions**2 < m * n:
-            left, right = self.left.double(), self.right.double()
-            grams = (left @ left.mT) * (right @ right.mT)
-            return grams.sum((1, 2)).clamp_min(0)  # rounding can make a sum of products negative
+            lengths = self.left.norm(dim=2) * self.right.norm(dim=2)
+            return _measured_with_care(self._gram, lengths)
         return _norms_by_chunks(self.instantiate, self.batch, m * n)
+
+    def _gram(self, rows: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """``sum_ts (left_t . left_s)(right_t . right_s)``, each pair of positions once."""
+        left, right = self.left[rows].to(dtype), self.right[rows].to(dtype)
+        total = left.new_zeros(len(left))
+        for start in range(0, left.shape[1], _GRAM_BLOCK):
+            here, after = slice(start, start + _GRAM_BLOCK), slice(start, None)
+            grams = (left[:, here] @ left[:, after].mT).mul_(right[:, here] @ right[:, after].mT)
+            width = min(_GRAM_BLOCK, grams.shape[2])
+            total += grams.sum((1, 2)) + grams[:, :, width:].sum((1, 2))  # the symmetric half
+        return total
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         scaled = self.left * factors.to(self.left.dtype)[:, None, None]
@@ -139,10 +149,11 @@ class Lookup:
         return table.scatter_add_(1, ids[..., None].expand_as(grad), grad)
 
     def norms_sq(self) -> Tensor:
-        """In float64, for the reason given at ``Outer.norms_sq``."""
-        same = self.ids[:, :, None] == self.ids[:, None, :]
-        grad = self.grad.double()
-        return ((grad @ grad.mT) * same).sum((1, 2)).clamp_min(0)
+        return _measured_with_care(self._gram, self.grad.norm(dim=2))
+
+    def _gram(self, rows: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        ids, grad = self.ids[rows], self.grad[rows].to(dtype)
+        return ((grad @ grad.mT) * (ids[:, :, None] == ids[:, None, :])).sum((1, 2))
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         scaled = (self.grad * factors.to(self.grad.dtype)[:, None, None]).flatten(0, 1)
@@ -200,6 +211,19 @@ def add(terms: Sequence[Term]) -> Term:
 
 def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
     return x.masked_fill(rows.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def _measured_with_care(gram: Callable[[Any, torch.dtype], Tensor], lengths: Tensor) -> Tensor:
+    """Squared norms from products of positions; in float64 for rows whose positions cancel.
+
+    Such a row has a norm far below the products that are summed, and float32 would report it as
+    0, which is "nothing to clip". ``lengths`` (B, T) are the norms of the single positions.
+    """
+    norms_sq = gram(slice(None), lengths.dtype)
+    cancels = norms_sq < _CANCELS * lengths.sum(1).square()
+    if bool(cancels.any()):
+        norms_sq[cancels] = gram(cancels, torch.float64).to(norms_sq.dtype)
+    return norms_sq.clamp_min(0)  # rounding can make a sum of products negative
 
 
 def _norms_by_chunks(instantiate: Callable[[slice], Tensor], batch: int, elements: int) -> Tensor:

@@ -82,7 +82,7 @@ class Planner:
             batch_size: its number of rows.
             trial: ``(units, batch, size) -> (terms, leftover)``: a forward and backward with units.
         """
-        self._refuse_gradient_hooks()
+        self._refuse_steps_in_backward()
         with untouched_random_state(self.model), unchanged_buffers(self.model):
             rows = self._usable_rows(batch, batch_size)
             if rows is None:
@@ -97,8 +97,13 @@ class Planner:
             return plan
 
     def _usable_rows(self, batch: Batch, batch_size: int) -> list[int] | None:
-        """Three rows (repeated if there are fewer) whose gradients are finite."""
-        for rows in ([r % batch_size for r in range(3)], *([r] * 3 for r in range(batch_size))):
+        """Three rows (repeated if there are fewer) whose gradients are finite.
+
+        The shortest comes first: without any padding a model may pass no mask, and show less.
+        """
+        order = _shortest_first(batch, batch_size)
+        three = [order[r % batch_size] for r in range(3)]
+        for rows in (three, *([r] * 3 for r in range(batch_size))):
             sums = self._probe(rows_of(batch, batch_size, rows), 3)[1]
             if all(bool(grad.isfinite().all()) for grad in sums.values()):
                 return rows
@@ -196,12 +201,13 @@ class Planner:
             grads = {name: p.grad for name, p in self.params.items()}
         return {name: grad.to_dense()[None] for name, grad in grads.items() if grad is not None}
 
-    def _refuse_gradient_hooks(self) -> None:
+    def _refuse_steps_in_backward(self) -> None:
         for name, param in self.params.items():
-            if param._backward_hooks:
+            if getattr(param, "_post_accumulate_grad_hooks", None):
                 raise UnsupportedModelError(
-                    f"{name} has a hook that rewrites its gradient, which per-example gradients "
-                    "would bypass. Remove the hook, or choose a method without one."
+                    f"{name} has a hook that runs once its gradient is accumulated (an optimizer "
+                    "step inside the backward, a sharding library). It would see private "
+                    "gradients. Remove the hook."
                 )
 
     def _refuse_lost_gradients(self, calls: Calls, reached: set[str]) -> None:
@@ -308,6 +314,15 @@ class Planner:
         }
         for name, paths in homes.items():
             homes[name] = _outermost({top.get(path, path) for path in paths})
+
+
+def _shortest_first(batch: Batch, batch_size: int) -> list[int]:
+    """The rows in their order, but the one with most padding moved to the front."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != batch_size:
+        return list(range(batch_size))
+    first = int(mask.sum(1).argmin())
+    return [first, *(row for row in range(batch_size) if row != first)]
 
 
 def _differing(terms: dict[str, Term], sums: dict[str, Tensor], exact: bool) -> set[str]:

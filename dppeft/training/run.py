@@ -165,6 +165,7 @@ class PrivateRun:
             trained=trained,
             processes=self._processes,
             computation=Computation(model, precision=precision, device=device),
+            redrawn=[m for m in model.modules() if isinstance(getattr(m, "update", None), int)],
         )
         self._pending: LogicalBatch | None = None
         self._looked_at: list[str] = []

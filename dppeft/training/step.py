@@ -7,13 +7,16 @@ expected batch size q * N, which is public, never the drawn one, which is not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from dppeft._types import Batch, ClippedSum
 from dppeft.clipping.engine import Engine
+from dppeft.clipping.probing import through_hooks
 from dppeft.privacy.noise import GaussianNoise
 from dppeft.training.distributed import Processes
 from dppeft.training.packing import LogicalBatch
@@ -33,6 +36,7 @@ class Update:
         trained: name as in ``model.named_parameters()`` -> tensor that is updated.
         processes: who sums and who draws the noise.
         computation: precision and attention of the forward and backward pass.
+        redrawn: layers that draw noise of their own once for each update (PVeRA).
     """
 
     engine: Engine
@@ -42,6 +46,7 @@ class Update:
     trained: dict[str, nn.Parameter]
     processes: Processes
     computation: Computation
+    redrawn: Sequence[Any] = ()
 
     def apply(self, draw: LogicalBatch, rates: Rates) -> None:
         """Release one noised gradient and move the trained weights by it.
@@ -78,9 +83,12 @@ class Update:
         # they were neither clipped nor noised.
         self.optimizer.zero_grad(set_to_none=True)
         for name, parameter in self.trained.items():
-            parameter.grad = (noisy[name] / expected_batch_size).to(parameter.dtype)
+            released = (noisy[name] / expected_batch_size).to(parameter.dtype)
+            parameter.grad = through_hooks(parameter, released)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        for layer in self.redrawn:
+            layer.update += 1
 
 
 def _add(total: ClippedSum, part: ClippedSum) -> ClippedSum:

@@ -257,9 +257,20 @@ def test_a_reduced_loss_is_refused(reduced) -> None:  # type: ignore[no-untyped-
         dppeft.per_example_grads(Net(), tokens(), loss=lambda m, b: reduced(net_loss(m, b)))
 
 
-def test_a_gradient_hook_is_refused() -> None:
+def test_a_gradient_hook_never_sees_a_private_gradient() -> None:
+    model, seen = Net(), []
+    plain = dppeft.per_example_grads(model, tokens(), loss=net_loss)
+    model.head.weight.register_hook(lambda grad: seen.append(grad) or grad / 10)
+    found = dppeft.per_example_grads(model, tokens(), loss=net_loss)
+    assert not seen
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    net_loss(model, tokens()).sum().backward()
+    assert len(seen) == 1  # it is back for others
+
+
+def test_a_step_inside_the_backward_is_refused() -> None:
     model = Net()
-    model.head.weight.register_hook(lambda grad: grad / 10)
+    model.head.weight.register_post_accumulate_grad_hook(lambda param: None)
     with pytest.raises(dppeft.UnsupportedModelError, match="head.weight has a hook"):
         dppeft.per_example_grads(model, tokens(), loss=net_loss)
 

@@ -306,3 +306,16 @@ def test_what_is_kept_of_a_draw_does_not_grow_with_it(monkeypatch: pytest.Monkey
     _, run = dot_run(torch.ones(64, 3), make_plan(64, steps=1), physical_batch_size=1)
     run.step(next(run.batches()))
     assert kept == [(64, 0, 64.0)]
+
+
+def test_a_gradient_hook_acts_on_the_released_gradient() -> None:
+    """A mask keeps a coordinate still, noise included; it runs once per update."""
+    plan = make_plan(4, steps=1, noise_multiplier=1.0, max_grad_norm=1.0)
+    model, run = dot_run(torch.eye(4), plan, physical_batch_size=1)
+    mask, calls = torch.tensor([[1.0, 0.0, 1.0, 1.0]]), []
+    before = model.layer.weight.detach().clone()
+    model.layer.weight.register_hook(lambda grad: calls.append(1) or grad * mask)
+    run.step(next(run.batches()))
+    moved = model.layer.weight.detach() - before
+    assert torch.equal(moved == 0, mask == 0)
+    assert len(calls) == 1
