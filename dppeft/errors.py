@@ -25,6 +25,10 @@ class UnsupportedModelError(DppeftError, RuntimeError):
     """Per-example gradients of this model cannot be computed exactly, so it is refused."""
 
 
+class ChangedCallError(UnsupportedModelError):
+    """A module was called with other inputs than when it was examined; the engine looks again."""
+
+
 class BudgetError(DppeftError, RuntimeError):
     """The next step would exceed the plan, or break the order in which draws must be released."""
 

@@ -20,11 +20,7 @@ from dppeft.clipping.probing import check_losses, full_precision, plain_grads, w
 from dppeft.clipping.replay import Call, RandomState, Replayer
 from dppeft.clipping.terms import Term, add
 from dppeft.clipping.units import Unit
-from dppeft.errors import UnsupportedModelError
-
-
-class ChangedCallError(UnsupportedModelError):
-    """A unit's inputs do not fit its layout: it must be examined again on rows like these."""
+from dppeft.errors import ChangedCallError, UnsupportedModelError
 
 
 class _StartOfGradient(torch.autograd.Function):

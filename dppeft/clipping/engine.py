@@ -15,13 +15,18 @@ from torch import Tensor, nn
 
 from dppeft import _validate
 from dppeft._types import Batch, ClippedSum, PerExampleLoss
-from dppeft.clipping.capture import Capture, ChangedCallError
+from dppeft.clipping.capture import Capture
 from dppeft.clipping.factors import CLIPPINGS, clip_factors
 from dppeft.clipping.probing import by_row, full_precision, refuse_mixing, trainable
 from dppeft.clipping.replay import Replayer
 from dppeft.clipping.terms import Term
 from dppeft.clipping.units import Planner, Unit, UnitPlan
-from dppeft.errors import ArgumentError, ArgumentTypeError, UnsupportedModelError
+from dppeft.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ChangedCallError,
+    UnsupportedModelError,
+)
 
 ENGINES = ("auto", "opacus")
 # What holds one entry per example, in the order in which it is trusted to.

@@ -3,11 +3,13 @@
 Checked before the first private update, on rows that need not be private: (1) no example's loss
 depends on another's; (2) the engine's per-example gradients equal those of each example alone;
 (3) every trained tensor is covered and the optimizer holds exactly those; (4) removing a row moves
-the clipped sum by at most the bound.
+the clipped sum by at most the bound; (5) moving the weights along the gradient changes the losses
+as predicted, so that the tensors that train are those that the model reads.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +31,24 @@ from dppeft.clipping.probing import (
 from dppeft.clipping.terms import by_example
 from dppeft.errors import ArgumentError, UnsupportedModelError
 
+_PREDICTED_WITHIN = 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """What was proven. ``worst_error`` is relative to each example's whole gradient."""
+    """What was proven.
+
+    Attributes:
+        rows: that the model was proven on.
+        trained_tensors: how many tensors train.
+        trained_parameters: their entries.
+        without_signal: names of trained tensors whose gradient is zero on these rows.
+        worst_error: of the engine's gradients, relative to each example's whole gradient.
+        worst_sensitivity: move of the clipped sum when a row is removed, relative to its bound.
+        prediction_error: of the change of the losses when the weights move, relative; None where
+            the model computes too coarsely to tell.
+        made_up: the rows are from the vocabulary, so that these numbers may be published.
+    """
 
     rows: int
     trained_tensors: int
@@ -40,6 +56,8 @@ class PreflightReport:
     without_signal: tuple[str, ...]
     worst_error: float
     worst_sensitivity: float
+    prediction_error: float | None = None
+    made_up: bool = False
 
     def summary(self) -> str:
         """One line for a log or a card."""
@@ -48,6 +66,12 @@ class PreflightReport:
             f"of {self.rows} rows alone and together differ by {self.worst_error:.1e}; removing a "
             f"row moved the clipped sum by {self.worst_sensitivity:.3f} of its bound"
         )
+
+    def note(self) -> str:
+        """For the privacy card: public numbers, or only that the proof was made."""
+        if self.made_up:
+            return f"Proven before the run, on rows that are nobody's: {self.summary()}."
+        return "Proven before the run on rows of the data set, of which nothing else is told."
 
 
 def check(
@@ -91,6 +115,7 @@ def check(
             error = by_example(found[name] - alone.float()).norm(dim=1) / total.clamp_min(1e-12)
             worst = max(worst, float(error.max()))
         sensitivity = _sensitivity(model, batch, size, loss, engine=engine, total=total)
+        prediction = _prediction_error(model, batch, loss, found) if exact else None
     silent = tuple(name for name, term in truth.items() if not bool(term.norms_sq().any()))
     params = trainable(model)
     return PreflightReport(
@@ -100,6 +125,7 @@ def check(
         without_signal=silent,
         worst_error=worst,
         worst_sensitivity=sensitivity,
+        prediction_error=prediction,
     )
 
 
@@ -165,3 +191,43 @@ def _sensitivity(
 
 def _distance(a: ClippedSum, b: ClippedSum) -> float:
     return float(sum((a.grads[n] - b.grads[n]).square().sum() for n in a.grads)) ** 0.5
+
+
+def _prediction_error(
+    model: nn.Module, batch: Batch, loss: PerExampleLoss, grads: dict[str, Tensor]
+) -> float:
+    """How far the losses' change along the gradient is from the gradient's length, relative."""
+    summed = {name: grad.sum(0) for name, grad in grads.items()}
+    length = float(torch.stack([grad.norm() for grad in summed.values()]).norm())
+    if not (math.isfinite(length) and length > 0):
+        return 0.0
+    params = trainable(model)
+    values = {name: p.detach().clone() for name, p in params.items()}
+
+    def moved(distance: float) -> float:
+        with torch.no_grad():
+            for name, p in params.items():
+                p.copy_(values[name] + (distance / length) * summed[name].to(p.dtype))
+            return float(loss(model, batch).double().sum())
+
+    errors = []
+    try:
+        size = max(abs(moved(0.0)), 1e-3)
+        for share in (1e-2, 1e-3, 1e-1):  # too little drowns in rounding, too much is not linear
+            distance = share * size / (2 * length)
+            change = moved(distance) - moved(-distance)
+            errors.append(abs(change - share * size) / (share * size))
+            if errors[-1] < _PREDICTED_WITHIN / 10:
+                break
+    finally:
+        with torch.no_grad():
+            for name, p in params.items():
+                p.copy_(values[name])
+    if min(errors) > _PREDICTED_WITHIN:
+        raise UnsupportedModelError(
+            f"Moving the trained weights along their gradient changed the losses by another amount "
+            f"than predicted ({min(errors):.0%} off). The model does not read the tensors that "
+            "train (a merged adapter, a cached or quantised copy), or its loss is not smooth. Load "
+            "the model and wrap it again."
+        )
+    return min(errors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def prove(model: nn.Module, packer: Packer, engine: Engine, *, engine_name: str)
             # The engine looks at the model's layers on its first batch; from here on a step calls
             # the loss once for each physical batch.
             engine.clipped_sum(batch, max_grad_norm=1.0)
-    return report
+    return replace(report, made_up=made_up is not None)
 
 
 def _made_up_rows(model: nn.Module, packer: Packer, loss: PerExampleLoss) -> Batch | None:

@@ -251,7 +251,7 @@ class PrivateRun:
             clipping=self.settings.clipping,
             seeded=self._record.seeded,
             looked_at_without_noise=self._looked_at,
-            notes=self._record.notes(),
+            notes=[*self._record.notes(), self.preflight.note()],
         )
 
     def note_look(self, what: str) -> None:
