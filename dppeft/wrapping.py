@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -68,6 +69,8 @@ def wrap(
         config, name = copy.deepcopy(method), str(method.peft_type.value).lower()
     else:
         chosen = registry.info(method)
+        if chosen.name == "bitfit" and not _has_biases(model, head):
+            chosen = _norms_instead(model)
         name = chosen.name
         _check_options(chosen, target_modules, options)
         if chosen.peft_type is None:
@@ -83,8 +86,6 @@ def wrap(
             f"method='head' trains a classification head and {type(model).__name__} has none. Load "
             "the model for classification (AutoModelForSequenceClassification), or use 'lora'."
         )
-    if name == "bitfit":
-        _check_biases(model, head)
     fitting.complete(config, model, kind, head, ready=isinstance(method, PeftConfig))
     fitting.check_targets(config, model, target_modules)
     fitting.set_pad_token(model, kind)
@@ -135,17 +136,22 @@ def _build_config(method: MethodInfo, fields: dict[str, Any], task: str | None) 
         ) from error
 
 
-def _check_biases(model: nn.Module, head: list[str]) -> None:
+def _has_biases(model: nn.Module, head: list[str]) -> bool:
     inside = tuple(f"{name}." for name in head)
     # ".bias", not "bias": T5's relative_attention_bias.weight is an embedding.
-    if not any(
+    return any(
         (name == "bias" or name.endswith(".bias")) and not name.startswith(inside)
         for name, _ in model.named_parameters()
-    ):
-        raise ArgumentError(
-            f"method='bitfit' trains biases and {type(model).__name__} has none outside its head. "
-            "Use 'lora', or 'head' for the head alone."
-        )
+    )
+
+
+def _norms_instead(model: nn.Module) -> MethodInfo:
+    warnings.warn(
+        f"method='bitfit' trains biases and {type(model).__name__} has none outside its head: the "
+        "scales of its norms, its only other vectors, train in their place ('ln_tuning').",
+        stacklevel=3,
+    )
+    return registry.info("ln_tuning")
 
 
 def _inject(model: nn.Module, config: PeftConfig, name: str) -> PeftModel:

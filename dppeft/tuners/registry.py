@@ -74,7 +74,7 @@ METHODS: dict[str, MethodInfo] = {
     ),
     "bitfit": MethodInfo(
         name="bitfit",
-        description="Every bias of the model, and the head.",
+        description="Every bias of the model (without any: its norms' scales), and the head.",
         paper="https://arxiv.org/abs/2106.10199",
         peft_type="LORA",
         fixed={"target_modules": NO_TARGETS, "bias": "all"},
