@@ -84,6 +84,7 @@ def test_full_is_the_model_itself_with_everything_trainable(name: str) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT's, of norms that are its own
 @pytest.mark.parametrize("name", ["t5", "llama", "llama-classify"])
 def test_bitfit_without_biases_trains_the_norms_and_says_so(name: str) -> None:
     """T5's relative_attention_bias is an embedding, no bias."""

@@ -138,7 +138,14 @@ class Planner:
                 "that trains is used. Return the losses as the model computed them."
             )
         with plain_grads(self.params.values()), torch.enable_grad():
-            losses.sum().backward()
+            try:
+                losses.sum().backward()
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"The model's own backward fails: {type(error).__name__}: {error} With "
+                    "gradient checkpointing, try "
+                    "gradient_checkpointing_kwargs={'use_reentrant': False}."
+                ) from error
             grads = {name: p.grad for name, p in self.params.items()}
         return {name: grad.to_dense() for name, grad in grads.items() if grad is not None}
 
@@ -240,8 +247,8 @@ class Planner:
             except Exception:
                 # A model may repeat what is looked up once by itself (prompt tuning).
                 outside = {name for unit in units if unit.expands for name in unit.params.values()}
-                if not outside:
-                    raise
+                if not outside:  # checkpoints inside a replayed module, say: each row alone
+                    return UnitPlan([], by_row=min(sums), unreached=unreached)
             if not outside:
                 return UnitPlan(units, unreached=unreached)
             for name in outside:
