@@ -19,7 +19,7 @@ from dppeft.clipping.capture import Capture
 from dppeft.clipping.factors import CLIPPINGS, clip_factors
 from dppeft.clipping.probing import by_row, full_precision, refuse_mixing, trainable
 from dppeft.clipping.replay import Replayer
-from dppeft.clipping.terms import Term
+from dppeft.clipping.terms import Term, weighted_sum
 from dppeft.clipping.units import Planner, Unit, UnitPlan
 from dppeft.errors import (
     ArgumentError,
@@ -77,31 +77,36 @@ class Engine(ABC):
                 for name, p in params.items()
             }
 
-    def clipped_sum(self, batch: Batch, *, max_grad_norm: float) -> ClippedSum:
+    def clipped_sum(
+        self, batch: Batch, *, max_grad_norm: float, into: dict[str, Tensor] | None = None
+    ) -> ClippedSum:
         """The sum of the clipped per-example gradients, and its bound.
 
         Guarantee: adding or removing one example moves the sum by at most ``l2_bound`` =
         ``max_grad_norm``. Edges: a row whose gradient is not finite contributes zero; an empty
         batch gives zeros and the model is not called.
         Reference: Abadi et al. (2016), Algorithm 1; Bu et al. (2023) for the single backward.
+
+        Args:
+            batch: the examples.
+            max_grad_norm: C, or infinity for no clipping.
+            into: sums of earlier batches, float32, which this one's is added to in place (a
+                logical batch then takes the memory of one sum). Default: zeros.
         """
         bound = self._bound(max_grad_norm)
         size = batch_size_of(batch)
         terms = self._terms_of(batch, size)
-        if not terms:
-            return self._zeros(bound, size)
-        with full_precision():
-            norms_sq = {name: term.norms_sq().float() for name, term in terms.items()}
-            factors, norms = clip_factors(norms_sq, max_grad_norm=bound, clipping=self.clipping)
-            broken = ~torch.isfinite(norms)
-            if bool(broken.any()):  # 0 * NaN is NaN: such rows must be removed, not scaled
-                terms = {name: term.without(broken) for name, term in terms.items()}
-            grads = {
-                name: terms[name].weighted_sum(factors[name]).float()
-                if name in terms
-                else torch.zeros(p.shape, device=p.device)
-                for name, p in self._trainable().items()
-            }
+        grads = self._zeros() if into is None else into
+        norms = torch.zeros(size, device=next(iter(grads.values())).device)
+        if terms:
+            with full_precision():
+                norms_sq = {name: term.norms_sq().float() for name, term in terms.items()}
+                factors, norms = clip_factors(norms_sq, max_grad_norm=bound, clipping=self.clipping)
+                broken = ~torch.isfinite(norms)
+                if bool(broken.any()):  # 0 * NaN is NaN: such rows must be removed, not scaled
+                    terms = {name: term.without(broken) for name, term in terms.items()}
+                for name, term in terms.items():
+                    _add(grads[name], term, factors[name])
         return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=size)
 
     def _terms_of(self, batch: Batch, size: int) -> dict[str, Term]:
@@ -118,7 +123,9 @@ class Engine(ABC):
 
     def zero_sum(self, *, max_grad_norm: float) -> ClippedSum:
         """The sum over no examples. The model is not called."""
-        return self._zeros(self._bound(max_grad_norm), 0)
+        grads, bound = self._zeros(), self._bound(max_grad_norm)
+        norms = torch.zeros(0, device=next(iter(grads.values())).device)
+        return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=0)
 
     def _bound(self, max_grad_norm: float) -> float:
         bound = _validate.positive(max_grad_norm=max_grad_norm, allow_inf=True)
@@ -138,12 +145,8 @@ class Engine(ABC):
             )
         return params
 
-    def _zeros(self, bound: float, size: int) -> ClippedSum:
-        params = self._trainable()
-        grads = {name: torch.zeros(p.shape, device=p.device) for name, p in params.items()}
-        device = next(iter(params.values())).device
-        norms = torch.zeros(size, device=device)
-        return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=size)
+    def _zeros(self) -> dict[str, Tensor]:
+        return {n: torch.zeros(p.shape, device=p.device) for n, p in self._trainable().items()}
 
 
 class ExactEngine(Engine):
@@ -198,6 +201,13 @@ class ExactEngine(Engine):
     ) -> tuple[dict[str, Term], set[str]]:
         replayers = {unit.path: Replayer(unit) for unit in units if unit.rule is None}
         return Capture(self.model, units, replayers).run(self.loss, batch, size)
+
+
+def _add(total: Tensor, term: Term, factors: Tensor) -> None:
+    if term.dtype == total.dtype:
+        term.add_to(total, factors)
+    else:  # a float64 model is summed in float64
+        total.add_(weighted_sum(term, factors, total.shape))
 
 
 def make_engine(

@@ -10,9 +10,9 @@ Shapes: B examples, T positions. All terms hold float32 (float64 stays float64).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ _GRAM_BLOCK = 32  # positions; a Gram matrix is symmetric, so blocks below its d
 # random directions at T positions have a share of 1 / T.
 _CANCELS = 1e-3
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32 at a time when gradients are formed and dropped
+
+Rows = Tensor | slice
+_ALL = slice(None)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -34,28 +37,38 @@ def by_example(grads: Tensor) -> Tensor:
     return grads.reshape(len(grads), -1)
 
 
-class Term(Protocol):
+class Term(ABC):
     """Per-example gradients ``g_i`` of one parameter, i = 1..B, in whatever form is cheapest."""
 
     @property
+    @abstractmethod
     def batch(self) -> int:
         """B."""
 
-    def instantiate(self, rows: slice = slice(None)) -> Tensor:  # (b, *shape)
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """float32 or float64."""
+
+    @abstractmethod
+    def instantiate(self, rows: slice = _ALL) -> Tensor:  # (b, *shape)
         """The gradients themselves, for the given rows."""
 
+    @abstractmethod
     def norms_sq(self) -> Tensor:  # (B,)
         """``||g_i||^2``."""
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:  # factors (B,) -> shape
-        """``sum_i factors_i g_i`` without a (B, *shape) tensor where that can be avoided."""
+    @abstractmethod
+    def add_to(self, total: Tensor, factors: Tensor) -> None:  # total: shape; factors: (B,)
+        """``total += sum_i factors_i g_i``, without a (B, *shape) tensor if it can be avoided."""
 
+    @abstractmethod
     def without(self, rows: Tensor) -> Term:  # rows: (B,) bool
         """The same term with zeros for the given rows, whatever they held (NaN included)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Dense:
+class Dense(Term):
     """Gradients that exist: ``grads`` (B, *shape)."""
 
     grads: Tensor
@@ -64,22 +77,26 @@ class Dense:
     def batch(self) -> int:
         return len(self.grads)
 
-    def instantiate(self, rows: slice = slice(None)) -> Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grads.dtype
+
+    def instantiate(self, rows: slice = _ALL) -> Tensor:
         return self.grads[rows]
 
     def norms_sq(self) -> Tensor:
         return by_example(self.grads).square().sum(1)
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
+    def add_to(self, total: Tensor, factors: Tensor) -> None:
         flat = factors.to(self.grads.dtype) @ by_example(self.grads)
-        return flat.reshape(self.grads.shape[1:])
+        total.add_(flat.reshape(total.shape))
 
     def without(self, rows: Tensor) -> Dense:
         return Dense(_zeroed(self.grads, rows))
 
 
 @dataclass(frozen=True, eq=False)
-class Outer:
+class Outer(Term):
     """``g_i = sum_t left_it right_it^T``: a matrix weight applied at T positions.
 
     ``left`` is (B, T, m) and ``right`` (B, T, n) for a weight of shape (m, n): for a Linear layer
@@ -93,43 +110,51 @@ class Outer:
     def batch(self) -> int:
         return len(self.left)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
     def compact(self) -> Term:
         """The gradients themselves where they are smaller than their factors (small adapters)."""
         (_, positions, m), n = self.left.shape, self.right.shape[-1]
         return Dense(self.instantiate()) if m * n <= positions * (m + n) else self
 
-    def instantiate(self, rows: slice = slice(None)) -> Tensor:
+    def instantiate(self, rows: slice = _ALL) -> Tensor:
         return self.left[rows].transpose(1, 2) @ self.right[rows]
 
     def norms_sq(self) -> Tensor:
         """Gram form where 2 T^2 < m n (Li et al. 2022, Eq. 3), else form, measure and drop."""
         (_, positions, m), n = self.left.shape, self.right.shape[-1]
         if 2 * positions**2 < m * n:
-            lengths = self.left.norm(dim=2) * self.right.norm(dim=2)
-            return _measured_with_care(self._gram, lengths)
+            return _measured_with_care(self.products, self.left.dtype)
         return _norms_by_chunks(self.instantiate, self.batch, m * n)
 
-    def _gram(self, rows: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        """``sum_ts (left_t . left_s)(right_t . right_s)``, each pair of positions once."""
+    def products(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``sum_ts (left_t . left_s)(right_t . right_s)``, each pair once; and ``_lengths``."""
         left, right = self.left[rows].to(dtype), self.right[rows].to(dtype)
-        total = left.new_zeros(len(left))
+        total, lengths = left.new_zeros(len(left)), left.new_zeros(len(left))
         for start in range(0, left.shape[1], _GRAM_BLOCK):
             here, after = slice(start, start + _GRAM_BLOCK), slice(start, None)
             grams = (left[:, here] @ left[:, after].mT).mul_(right[:, here] @ right[:, after].mT)
             width = min(_GRAM_BLOCK, grams.shape[2])
             total += grams.sum((1, 2)) + grams[:, :, width:].sum((1, 2))  # the symmetric half
-        return total
+            lengths += _lengths(grams[:, :, :width])
+        return total, lengths
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        scaled = self.left * factors.to(self.left.dtype)[:, None, None]
-        return scaled.flatten(0, 1).T @ self.right.flatten(0, 1)
+    def add_to(self, total: Tensor, factors: Tensor) -> None:
+        left, right = self.left, self.right
+        if left.shape[-1] <= right.shape[-1]:  # scaled copies of the narrower side
+            left = left * factors.to(left.dtype)[:, None, None]
+        else:
+            right = right * factors.to(right.dtype)[:, None, None]
+        torch.addmm(total, left.flatten(0, 1).T, right.flatten(0, 1), out=total)
 
     def without(self, rows: Tensor) -> Outer:
         return Outer(_zeroed(self.left, rows), _zeroed(self.right, rows))
 
 
 @dataclass(frozen=True, eq=False)
-class Lookup:
+class Lookup(Term):
     """``g_i = sum_t e_{ids_it} grad_it^T``: an embedding table of ``num_rows`` rows.
 
     ``ids`` is (B, T), ``grad`` (B, T, d) with zeros at the padding id.
@@ -143,30 +168,78 @@ class Lookup:
     def batch(self) -> int:
         return len(self.ids)
 
-    def instantiate(self, rows: slice = slice(None)) -> Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grad.dtype
+
+    def instantiate(self, rows: slice = _ALL) -> Tensor:
         ids, grad = self.ids[rows], self.grad[rows]
         table = grad.new_zeros(len(ids), self.num_rows, grad.shape[-1])
         return table.scatter_add_(1, ids[..., None].expand_as(grad), grad)
 
     def norms_sq(self) -> Tensor:
-        return _measured_with_care(self._gram, self.grad.norm(dim=2))
+        return _measured_with_care(self.products, self.grad.dtype)
 
-    def _gram(self, rows: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    def products(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``sum_ts [ids_t = ids_s] grad_t . grad_s``, and ``_lengths``."""
         ids, grad = self.ids[rows], self.grad[rows].to(dtype)
-        return ((grad @ grad.mT) * (ids[:, :, None] == ids[:, None, :])).sum((1, 2))
+        grams = (grad @ grad.mT).mul_(ids[:, :, None] == ids[:, None, :])
+        return grams.sum((1, 2)), _lengths(grams)
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        scaled = (self.grad * factors.to(self.grad.dtype)[:, None, None]).flatten(0, 1)
-        table = scaled.new_zeros(self.num_rows, scaled.shape[-1])
-        return table.index_add_(0, self.ids.flatten(), scaled)
+    def add_to(self, total: Tensor, factors: Tensor) -> None:
+        scaled = self.grad * factors.to(self.grad.dtype)[:, None, None]
+        total.index_add_(0, self.ids.flatten(), scaled.flatten(0, 1))
 
     def without(self, rows: Tensor) -> Lookup:
         return Lookup(self.ids, _zeroed(self.grad, rows), self.num_rows)
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
-    """Uses of different kinds (a tied embedding and head): measured a few rows at a time."""
+class Tied(Term):
+    """An embedding table that is the output projection, too: one gradient, measured in its factors.
+
+    Its squared norm is that of both parts and twice their inner product, which needs no table:
+    ``sum_ts outer.left[t, ids_s] (lookup.grad_s . outer.right_t)``.
+    """
+
+    lookup: Lookup
+    outer: Outer
+
+    @property
+    def batch(self) -> int:
+        return self.lookup.batch
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.outer.dtype
+
+    def instantiate(self, rows: slice = _ALL) -> Tensor:
+        return self.lookup.instantiate(rows) + self.outer.instantiate(rows)
+
+    def norms_sq(self) -> Tensor:
+        return _measured_with_care(self.products, self.outer.left.dtype)
+
+    def products(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The squared norm as above, and ``_lengths``."""
+        ids, grad = self.lookup.ids[rows], self.lookup.grad[rows].to(dtype)
+        left, right = self.outer.left[rows], self.outer.right[rows].to(dtype)
+        read = left.gather(2, ids[:, None].expand(-1, left.shape[1], -1)).to(dtype)  # (B, T, S)
+        cross = (right @ grad.mT).mul_(read).sum((1, 2))
+        parts = [self.lookup.products(rows, dtype), self.outer.products(rows, dtype)]
+        (a, lengths_a), (b, lengths_b) = parts
+        return a + b + 2 * cross, lengths_a + lengths_b
+
+    def add_to(self, total: Tensor, factors: Tensor) -> None:
+        self.lookup.add_to(total, factors)
+        self.outer.add_to(total, factors)
+
+    def without(self, rows: Tensor) -> Tied:
+        return Tied(self.lookup.without(rows), self.outer.without(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(Term):
+    """Uses of other kinds together: measured a few rows at a time."""
 
     terms: Sequence[Term]
 
@@ -174,7 +247,11 @@ class Sum:
     def batch(self) -> int:
         return self.terms[0].batch
 
-    def instantiate(self, rows: slice = slice(None)) -> Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.terms[0].dtype
+
+    def instantiate(self, rows: slice = _ALL) -> Tensor:
         first, *rest = [term.instantiate(rows) for term in self.terms]
         return torch.stack([first, *rest]).sum(0) if rest else first
 
@@ -182,8 +259,9 @@ class Sum:
         elements = self.instantiate(slice(0, 1)).numel()
         return _norms_by_chunks(self.instantiate, self.batch, elements)
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        return torch.stack([term.weighted_sum(factors) for term in self.terms]).sum(0)
+    def add_to(self, total: Tensor, factors: Tensor) -> None:
+        for term in self.terms:
+            term.add_to(total, factors)
 
     def without(self, rows: Tensor) -> Sum:
         return Sum([term.without(rows) for term in self.terms])
@@ -194,35 +272,56 @@ def add(terms: Sequence[Term]) -> Term:
 
     Outer products over T and T' positions are one outer product over T + T' positions.
     """
-    if len(terms) == 1:
-        return terms[0]
-    if all(isinstance(term, Dense) for term in terms):
-        return Dense(torch.stack([term.instantiate() for term in terms]).sum(0))
-    if all(isinstance(term, Outer) for term in terms):
-        left = torch.cat([term.left for term in terms if isinstance(term, Outer)], dim=1)
-        right = torch.cat([term.right for term in terms if isinstance(term, Outer)], dim=1)
-        return Outer(left, right)
-    if all(isinstance(term, Lookup) for term in terms):
-        uses = [term for term in terms if isinstance(term, Lookup)]
-        ids = torch.cat([use.ids for use in uses], dim=1)
-        return Lookup(ids, torch.cat([use.grad for use in uses], dim=1), uses[0].num_rows)
-    return Sum(terms)
+    dense = [term for term in terms if isinstance(term, Dense)]
+    outer = [term for term in terms if isinstance(term, Outer)]
+    lookup = [term for term in terms if isinstance(term, Lookup)]
+    joined: list[Term] = [term for term in terms if isinstance(term, Sum | Tied)]
+    if dense:
+        joined.append(dense[0] if len(dense) == 1 else Dense(sum(term.grads for term in dense)))  # type: ignore[arg-type]
+    table = lookup[0] if lookup else None
+    if len(lookup) > 1:
+        ids = torch.cat([use.ids for use in lookup], dim=1)
+        table = Lookup(ids, torch.cat([use.grad for use in lookup], dim=1), lookup[0].num_rows)
+    matrix = outer[0] if outer else None
+    if len(outer) > 1:
+        left = torch.cat([use.left for use in outer], dim=1)
+        matrix = Outer(left, torch.cat([use.right for use in outer], dim=1))
+    if table is not None and matrix is not None and matrix.left.shape[-1] == table.num_rows:
+        joined.append(Tied(table, matrix))
+    else:
+        joined += [term for term in (table, matrix) if term is not None]
+    return joined[0] if len(joined) == 1 else Sum(joined)
+
+
+def weighted_sum(term: Term, factors: Tensor, shape: Sequence[int]) -> Tensor:
+    """``sum_i factors_i g_i`` of a parameter of this shape, in the term's own precision."""
+    total = torch.zeros(tuple(shape), dtype=term.dtype, device=factors.device)
+    term.add_to(total, factors)
+    return total
 
 
 def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
     return x.masked_fill(rows.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
-def _measured_with_care(gram: Callable[[Any, torch.dtype], Tensor], lengths: Tensor) -> Tensor:
+def _lengths(grams: Tensor) -> Tensor:
+    """Sum over positions of the lengths of their parts, whose squares are a Gram's diagonal."""
+    return grams.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().sum(1)
+
+
+def _measured_with_care(
+    products: Callable[[Rows, torch.dtype], tuple[Tensor, Tensor]], dtype: torch.dtype
+) -> Tensor:
     """Squared norms from products of positions; in float64 for rows whose positions cancel.
 
     Such a row has a norm far below the products that are summed, and float32 would report it as
-    0, which is "nothing to clip". ``lengths`` (B, T) are the norms of the single positions.
+    0, which is "nothing to clip". If the positions all had one direction, its norm would be the sum
+    of their lengths.
     """
-    norms_sq = gram(slice(None), lengths.dtype)
-    cancels = norms_sq < _CANCELS * lengths.sum(1).square()
+    norms_sq, lengths = products(_ALL, dtype)
+    cancels = norms_sq < _CANCELS * lengths.square()
     if bool(cancels.any()):
-        norms_sq[cancels] = gram(cancels, torch.float64).to(norms_sq.dtype)
+        norms_sq[cancels] = products(cancels, torch.float64)[0].to(dtype)
     return norms_sq.clamp_min(0)  # rounding can make a sum of products negative
 
 

@@ -32,7 +32,7 @@ from dppeft.clipping.probing import (
     without_dropout,
 )
 from dppeft.clipping.rules import Rule, find_rule
-from dppeft.clipping.terms import Dense, Term, at_least_float32
+from dppeft.clipping.terms import Dense, Term, at_least_float32, weighted_sum
 from dppeft.errors import DppeftError, UnsupportedModelError
 
 
@@ -340,7 +340,7 @@ def _differing(terms: dict[str, Term], sums: dict[str, Tensor], exact: bool) -> 
     for name, grad in sums.items():
         if name in terms:
             ones = torch.ones(terms[name].batch, device=grad.device)
-            error = (terms[name].weighted_sum(ones).float() - grad.float()).norm()
+            error = (weighted_sum(terms[name], ones, grad.shape).float() - grad.float()).norm()
         else:
             error = grad.float().norm()
         if not error <= tolerance * grad.float().norm() + floor * total:

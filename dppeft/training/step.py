@@ -8,7 +8,7 @@ expected batch size q * N, which is public, never the drawn one, which is not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,8 +73,11 @@ class Update:
         with self.computation.active():
             for rows in draw.physical_batches():
                 with self.computation.attention_for(_length(rows)):
-                    part = self.engine.clipped_sum(rows, max_grad_norm=max_grad_norm)
-                total = _add(total, part)
+                    part = self.engine.clipped_sum(
+                        rows, max_grad_norm=max_grad_norm, into=total.grads
+                    )
+                # Without the norms, which grow with the draw.
+                total = replace(part, norms=total.norms, count=total.count + part.count)
         return total
 
     def _move(self, noisy: dict[str, torch.Tensor], expected_batch_size: float) -> None:
@@ -89,18 +92,6 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
         for layer in self.redrawn:
             layer.update += 1
-
-
-def _add(total: ClippedSum, part: ClippedSum) -> ClippedSum:
-    """``total + part`` in the memory of ``total``, without the norms, which grow with the draw."""
-    for name, grad in total.grads.items():
-        grad.add_(part.grads[name])
-    return ClippedSum(
-        grads=total.grads,
-        norms=total.norms,
-        l2_bound=max(total.l2_bound, part.l2_bound),
-        count=total.count + part.count,
-    )
 
 
 def _length(rows: Batch) -> int:

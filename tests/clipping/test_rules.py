@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dppeft.clipping.rules import find_rule
-from dppeft.clipping.terms import Dense, Lookup, Outer, Sum, add
+from dppeft.clipping.terms import Dense, Lookup, Outer, Sum, Tied, add, weighted_sum
 
 B = 5
 LAYERS = {
@@ -43,7 +43,9 @@ def check(term, truth: Tensor) -> None:  # type: ignore[no-untyped-def]
     torch.testing.assert_close(term.instantiate(), truth)
     torch.testing.assert_close(term.instantiate(slice(1, 3)), truth[1:3])
     torch.testing.assert_close(term.norms_sq(), flat.square().sum(1))
-    torch.testing.assert_close(term.weighted_sum(factors), torch.tensordot(factors, truth, 1))
+    torch.testing.assert_close(
+        weighted_sum(term, factors, truth.shape[1:]), torch.tensordot(factors, truth, 1)
+    )
     keep = torch.tensor([True] * len(truth))
     keep[1] = False
     torch.testing.assert_close(
@@ -95,9 +97,17 @@ def test_uses_add_before_the_norm_is_taken() -> None:
         Lookup(torch.randint(0, 6, (B, t)), torch.randn(B, t, 4).double(), 6) for t in (3, 5)
     ]
     dense = Dense(torch.randn(B, 6, 4).double())
-    for terms in (outer, lookups, [dense, dense], [outer[0], lookups[0], dense]):
+    for terms in (
+        outer,
+        lookups,
+        [dense, dense],
+        [outer[0], lookups[0]],
+        [lookups[1], *outer, lookups[0]],
+        [outer[0], lookups[0], dense],
+    ):
         check(add(terms), torch.stack([term.instantiate() for term in terms]).sum(0))
-    assert isinstance(add([outer[0], lookups[0]]), Sum)
+    assert isinstance(add([outer[0], lookups[0]]), Tied)
+    assert isinstance(add([outer[0], dense]), Sum)
     # The wrong alternative: norms added as if uses were different parameters.
     apart = outer[0].norms_sq() + outer[1].norms_sq()
     assert not torch.allclose(add(outer).norms_sq(), apart, rtol=0.01)
