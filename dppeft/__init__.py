@@ -13,6 +13,7 @@ _PUBLIC = {
     "ClippedSum": "dppeft._types",
     "DppeftError": "dppeft.errors",
     "MethodInfo": "dppeft.tuners.registry",
+    "AdaptiveClipping": "dppeft.privacy.adaptive",
     "Privacy": "dppeft.training.trainer",
     "PrivacyPlan": "dppeft.privacy.plan",
     "PrivateTrainer": "dppeft.training.trainer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,15 @@ class ClippedSum:
         l2_bound: adding or removing one example moves the sum by at most this (L2, all tensors
             jointly).
         count: number of examples summed. Private under Poisson sampling.
+        within: for each threshold, the sum over examples of +1/2 where the norm is within it and
+            -1/2 where it is not. Private.
     """
 
     grads: dict[str, Tensor]
     norms: Tensor
     l2_bound: float
     count: int
+    within: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __add__(self, other: ClippedSum) -> ClippedSum:
         """The sum over the union of two disjoint sets of examples; the bound is the larger one."""
@@ -40,7 +43,13 @@ class ClippedSum:
             norms=torch.cat([self.norms, other.norms]),
             l2_bound=max(self.l2_bound, other.l2_bound),
             count=self.count + other.count,
+            within=added(self.within, other.within),
         )
+
+
+def added(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums by name; a name that only one of them has keeps its value."""
+    return {**one, **{n: one[n] + value if n in one else value for n, value in other.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from dppeft import _validate
 from dppeft._types import Batch, ClippedSum, PerExampleLoss
 from dppeft.clipping.capture import Capture
-from dppeft.clipping.factors import CLIPPINGS, clip_factors
+from dppeft.clipping.factors import CLIPPINGS, clip_factors, within
 from dppeft.clipping.probing import by_row, full_precision, refuse_mixing, trainable
 from dppeft.clipping.replay import Replayer
 from dppeft.clipping.terms import Term, weighted_sum
@@ -78,7 +80,11 @@ class Engine(ABC):
             }
 
     def clipped_sum(
-        self, batch: Batch, *, max_grad_norm: float, into: dict[str, Tensor] | None = None
+        self,
+        batch: Batch,
+        *,
+        max_grad_norm: float | Mapping[str, float],
+        into: dict[str, Tensor] | None = None,
     ) -> ClippedSum:
         """The sum of the clipped per-example gradients, and its bound.
 
@@ -89,7 +95,8 @@ class Engine(ABC):
 
         Args:
             batch: the examples.
-            max_grad_norm: C, or infinity for no clipping.
+            max_grad_norm: C, or infinity for no clipping; with ``per_layer`` also a threshold for
+                each trained tensor by name, whose squares add up to the bound's.
             into: sums of earlier batches, float32, which this one's is added to in place (a
                 logical batch then takes the memory of one sum). Default: zeros.
         """
@@ -98,16 +105,19 @@ class Engine(ABC):
         terms = self._terms_of(batch, size)
         grads = self._zeros() if into is None else into
         norms = torch.zeros(size, device=next(iter(grads.values())).device)
+        counts: dict[str, Tensor] = {}
         if terms:
+            how: Any = {"max_grad_norm": max_grad_norm, "clipping": self.clipping}
             with full_precision():
                 norms_sq = {name: term.norms_sq().float() for name, term in terms.items()}
-                factors, norms = clip_factors(norms_sq, max_grad_norm=bound, clipping=self.clipping)
+                factors, norms = clip_factors(norms_sq, **how)
+                counts = within(norms_sq, **how)
                 broken = ~torch.isfinite(norms)
                 if bool(broken.any()):  # 0 * NaN is NaN: such rows must be removed, not scaled
                     terms = {name: term.without(broken) for name, term in terms.items()}
                 for name, term in terms.items():
                     _add(grads[name], term, factors[name])
-        return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=size)
+        return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=size, within=counts)
 
     def _terms_of(self, batch: Batch, size: int) -> dict[str, Term]:
         if torch.is_inference_mode_enabled():
@@ -121,13 +131,22 @@ class Engine(ABC):
         modes = tuple(module.training for module in self.model.modules())
         return (modes, *((name, id(p)) for name, p in self._trainable().items()))
 
-    def zero_sum(self, *, max_grad_norm: float) -> ClippedSum:
+    def zero_sum(self, *, max_grad_norm: float | Mapping[str, float]) -> ClippedSum:
         """The sum over no examples. The model is not called."""
         grads, bound = self._zeros(), self._bound(max_grad_norm)
         norms = torch.zeros(0, device=next(iter(grads.values())).device)
         return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=0)
 
-    def _bound(self, max_grad_norm: float) -> float:
+    def _bound(self, max_grad_norm: float | Mapping[str, float]) -> float:
+        """L2 bound of the sum: C, or the root of the thresholds' squares."""
+        if isinstance(max_grad_norm, Mapping):
+            if self.clipping != "per_layer" or max_grad_norm.keys() != self._trainable().keys():
+                raise ArgumentError(
+                    "Thresholds by name are for clipping='per_layer', one for each trained tensor; "
+                    f"got {len(max_grad_norm)} of them with clipping={self.clipping!r}."
+                )
+            each = [_validate.positive(max_grad_norm=value) for value in max_grad_norm.values()]
+            return math.sqrt(sum(value**2 for value in each))
         bound = _validate.positive(max_grad_norm=max_grad_norm, allow_inf=True)
         if math.isinf(bound) and self.clipping != "flat":
             raise ArgumentError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 CLIPPINGS = ("flat", "per_layer", "automatic")
+WHOLE = "all trained tensors"  # the one threshold of flat clipping; no parameter has such a name
 AUTOMATIC_STABILITY = 0.01  # gamma of Bu et al. (2022), arXiv 2206.07136
 
 
@@ -36,28 +38,59 @@ def automatic(norms: Tensor, max_grad_norm: float) -> Tensor:
 
 
 def clip_factors(
-    norms_sq: dict[str, Tensor], *, max_grad_norm: float, clipping: str
+    norms_sq: dict[str, Tensor], *, max_grad_norm: float | Mapping[str, float], clipping: str
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Factors by parameter name, and the norms over all parameters together.
 
     ``per_layer`` clips each of the k trained tensors to C / sqrt(k) (Yu et al. 2022), so that the
-    whole stays within C in each mode.
+    whole stays within C in each mode; or each to a threshold of its own.
 
     Args:
         norms_sq: name -> (B,) squared norm of that tensor's per-example gradients.
-        max_grad_norm: C > 0.
+        max_grad_norm: C > 0; for ``per_layer`` also one by name.
         clipping: one of ``CLIPPINGS``.
 
     Returns:
         name -> (B,) factors, and (B,) norms. A row with any value that is not finite gets factor 0
         everywhere.
     """
-    stacked = torch.stack(list(norms_sq.values()))  # (k, B)
-    norms = stacked.sum(0).sqrt()
+    norms = _total(norms_sq)
     if clipping == "per_layer":
-        threshold = max_grad_norm / math.sqrt(len(norms_sq))
+        thresholds = _by_name(norms_sq, max_grad_norm)
         finite = torch.isfinite(norms)
-        return {name: flat(sq.sqrt(), threshold) * finite for name, sq in norms_sq.items()}, norms
+        return {n: flat(sq.sqrt(), thresholds[n]) * finite for n, sq in norms_sq.items()}, norms
+    assert not isinstance(max_grad_norm, Mapping)
     rule = automatic if clipping == "automatic" else flat
     shared = rule(norms, max_grad_norm)
     return dict.fromkeys(norms_sq, shared), norms
+
+
+def within(
+    norms_sq: dict[str, Tensor], *, max_grad_norm: float | Mapping[str, float], clipping: str
+) -> dict[str, Tensor]:
+    """For each threshold the sum over examples of +1/2 within it, -1/2 beyond or not finite.
+
+    One number for ``flat`` (under ``WHOLE``), one by name for ``per_layer``, none for ``automatic``
+    (Andrew et al. 2021, Sec. 2, with its shift by 1/2).
+    """
+    if clipping == "automatic":
+        return {}
+    if clipping == "flat":
+        assert not isinstance(max_grad_norm, Mapping)
+        return {WHOLE: (_total(norms_sq) <= max_grad_norm).float().sub(0.5).sum()}
+    thresholds = _by_name(norms_sq, max_grad_norm)
+    return {n: (sq.sqrt() <= thresholds[n]).float().sub(0.5).sum() for n, sq in norms_sq.items()}
+
+
+def _total(norms_sq: dict[str, Tensor]) -> Tensor:
+    stacked = torch.stack(list(norms_sq.values()))  # (k, B)
+    return stacked.sum(0).sqrt()
+
+
+def _by_name(
+    norms_sq: dict[str, Tensor], max_grad_norm: float | Mapping[str, float]
+) -> Mapping[str, float]:
+    if isinstance(max_grad_norm, Mapping):
+        return max_grad_norm
+    threshold = max_grad_norm / math.sqrt(len(norms_sq))
+    return dict.fromkeys(norms_sq, threshold)

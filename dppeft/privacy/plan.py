@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from dppeft import _validate
 from dppeft.errors import ArgumentError, ArgumentTypeError, PrivacyWarning
 from dppeft.privacy import accounting
+from dppeft.privacy.adaptive import AdaptiveClipping
 
 UNIT = "one row, add or remove"
 SAMPLER = "Poisson: every row independently"
@@ -35,6 +36,8 @@ class PrivacyPlan:
         target_epsilon: the budget, or None when the noise was given (or epsilon was infinite).
         epochs: as given, else None.
         batch_schedule: expected batch size of each step, or None when constant.
+        adaptive: how the threshold follows the norms, or None where it stays. The noise multiplier
+            is that of the whole release, counts included.
     """
 
     num_examples: int
@@ -47,6 +50,7 @@ class PrivacyPlan:
     target_epsilon: float | None = None
     epochs: float | None = None
     batch_schedule: tuple[int, ...] | None = None
+    adaptive: AdaptiveClipping | None = None
 
     def __post_init__(self) -> None:
         """Refuses numbers that no plan can have, however the object was made."""
@@ -60,6 +64,13 @@ class PrivacyPlan:
         _check_batch("batch_size", batch, rows)
         if self.batch_schedule is not None:
             _check_schedule(self.batch_schedule, batch, rows, self.steps)
+        if self.adaptive is not None:
+            if math.isinf(self.max_grad_norm):
+                raise ArgumentError(
+                    "Expected a finite max_grad_norm with adaptive=, got inf: it is where the "
+                    "threshold starts."
+                )
+            self._price_of_adapting()
         if self.target_epsilon is not None and self.epsilon() > self.target_epsilon:
             raise ArgumentError(
                 f"These numbers spend epsilon={self.epsilon():.4g}, more than "
@@ -128,6 +139,7 @@ class PrivacyPlan:
             "accountant": self.accountant,
             "target_epsilon": self.target_epsilon,
             "batch_schedule": list(self.batch_schedule) if self.batch_schedule else None,
+            "adaptive": None if self.adaptive is None else asdict(self.adaptive),
         }
 
     def explain(self) -> str:
@@ -145,6 +157,8 @@ class PrivacyPlan:
             ("max_grad_norm (C)", f"{self.max_grad_norm:g}"),
             ("noise multiplier (sigma)", f"{self.noise_multiplier:.6g}"),
         ]
+        if self.adaptive is not None:
+            rows.append(("threshold", self._price_of_adapting()))
         if self.has_guarantee:
             scale = self.noise_multiplier * self.max_grad_norm
             noise = (
@@ -164,6 +178,20 @@ class PrivacyPlan:
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
+    def _price_of_adapting(self) -> str:
+        """What one threshold's counts cost; an error where they cost more than the budget."""
+        assert self.adaptive is not None
+        sizes = self.batch_schedule or (self.expected_batch_size,)
+        price = self.adaptive.price(
+            thresholds=1,
+            noise_multiplier=self.noise_multiplier,
+            expected_batch_size=min(sizes),
+        )
+        return (
+            f"follows the {self.adaptive.quantile:g} quantile of the norms from C on; noise on the "
+            f"gradient x {price:.4g} for it (per threshold)"
+        )
+
     def _passes(self) -> float:
         if self.batch_schedule is None:
             return self.steps * self.expected_batch_size / self.num_examples
@@ -182,6 +210,7 @@ def plan(  # noqa: PLR0913  (the public contract's arguments)
     max_grad_norm: float = 1.0,
     accountant: str = "pld",
     batch_schedule: Sequence[int] | None = None,
+    adaptive: AdaptiveClipping | None = None,
 ) -> PrivacyPlan:
     """Decides rate, steps and noise of a private run, and refuses what cannot be honoured.
 
@@ -201,6 +230,8 @@ def plan(  # noqa: PLR0913  (the public contract's arguments)
         max_grad_norm: clipping threshold; infinite only without noise.
         accountant: "pld", "rdp" or "prv".
         batch_schedule: expected batch size of each step, in place of ``epochs`` and ``steps``.
+        adaptive: an ``AdaptiveClipping``: the threshold then starts at ``max_grad_norm`` and
+            follows a quantile of the norms, within the same epsilon.
 
     Raises:
         ArgumentError: a value out of range, or arguments that contradict each other.
@@ -244,6 +275,7 @@ def plan(  # noqa: PLR0913  (the public contract's arguments)
         target_epsilon=target,
         epochs=None if epochs is None else float(epochs),
         batch_schedule=schedule,
+        adaptive=adaptive,
     )
 
 

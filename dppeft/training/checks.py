@@ -19,7 +19,9 @@ from dppeft.clipping.preflight import PreflightReport, check, refuse_foreign_hoo
 from dppeft.errors import ArgumentError, ArgumentTypeError, DataError
 from dppeft.training.distributed import refuse_wrapped
 from dppeft.training.packing import Packer
+from dppeft.training.precision import check_quantised, check_trained_dtypes
 
+_ONE_DEVICE = "Load it on one device (device_map={'': 0})"
 _FILTERED = "[p for p in model.parameters() if p.requires_grad]"
 
 
@@ -115,13 +117,78 @@ def check_model(model: Any) -> None:
     """An error for a model that is not a plain module, or that something else already hooks."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
-    refuse_wrapped(model)
+    for module in model.modules():
+        refuse_wrapped(module)
+    _refuse_sharded(model)
     if "opacus" in type(model).__module__:
         raise ArgumentError(
             "The model is wrapped by Opacus (GradSampleModule). Pass the plain model "
             "(model._module): dppeft finds the per-example gradients itself."
         )
     refuse_foreign_hooks(model)
+    _refuse_dispatched(model)
+    _refuse_scattered(model)
+    check_quantised(model)
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """An error for modules and tensors of which every process holds a part (FSDP2, ZeRO, TP)."""
+    remedy = (
+        "expected the whole model on every process. Leave it out of fully_shard, tp_plan and "
+        "DeepSpeed's zero.Init: an adapter's gradients are small enough to be kept everywhere."
+    )
+    for path, module in model.named_modules():
+        if "FSDPModule" in _names_of_classes(module):  # fully_shard makes a class FSDP<own name>
+            name = path or type(module).__name__
+            raise ArgumentError(f"{name} is sharded by fully_shard; {remedy}")
+    for name, p in model.named_parameters():
+        if "DTensor" in _names_of_classes(p) or hasattr(p, "ds_id"):
+            raise ArgumentError(f"{name} is sharded over processes; {remedy}")
+
+
+def _refuse_dispatched(model: nn.Module) -> None:
+    """An error for models that accelerate spreads over devices or moves around each call."""
+    for path, module in model.named_modules():
+        places = vars(module).get("hf_device_map") or {}
+        # Of one GPU, device_map writes the number or the name.
+        devices = sorted({f"cuda:{d}" if isinstance(d, int) else str(d) for d in places.values()})
+        if len(devices) > 1:
+            raise ArgumentError(
+                f"The model is spread over {', '.join(devices)} (hf_device_map), so no device sees "
+                f"a whole gradient. {_ONE_DEVICE}; for data parallelism use `accelerate launch`."
+            )
+        hook = vars(module).get("_hf_hook")
+        for one in getattr(hook, "hooks", (hook,)):
+            if getattr(one, "offload", False) or "CpuOffload" in type(one).__name__:
+                raise ArgumentError(
+                    f"{path or type(module).__name__}: accelerate's {type(one).__name__} offloads "
+                    "this module between calls, so its weights are gone when gradients are taken. "
+                    f"{_ONE_DEVICE}, in 4 bits if it is too large for that."
+                )
+
+
+def _refuse_scattered(model: nn.Module) -> None:
+    """An error unless all parameters are on one device and have values there."""
+    examples: dict[torch.device, str] = {}
+    for name, p in model.named_parameters():
+        examples.setdefault(p.device, name)
+    if len(examples) > 1:
+        where = ", ".join(f"{device} ({name})" for device, name in examples.items())
+        raise ArgumentError(
+            f"The model has parameters on more than one device: {where}. Move all of it, "
+            "model.to(device), before the optimizer is made; after dppeft.wrap, for new layers."
+        )
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise ArgumentError(
+            f"{empty[0]} is on the meta device, which holds no values ({len(empty)} tensors). Load "
+            "the weights with from_pretrained(), or to_empty(device=...) and load_state_dict()."
+        )
+
+
+def _names_of_classes(thing: object) -> set[str]:
+    return {kind.__name__ for kind in type(thing).__mro__}
 
 
 def prove(model: nn.Module, packer: Packer, engine: Engine, *, engine_name: str) -> PreflightReport:
@@ -202,9 +269,16 @@ def kept_in_eval(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def check_unchanged(
-    model: nn.Module, optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trained: dict[str, nn.Parameter],
+    *,
+    device: torch.device | None = None,
 ) -> None:
-    """An error unless what trains is what the run was made for. Before a draw is used."""
+    """An error unless what trains is what the run was made for. Before a draw is used.
+
+    ``device``: where the run's batches go, if that is to be checked too.
+    """
     now = {name: p for name, p in model.named_parameters() if p.requires_grad}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     changed = sorted(
@@ -217,6 +291,15 @@ def check_unchanged(
             f"{changed[0]} is no longer what the run was made to train ({len(changed)} tensors: "
             "frozen, unfrozen, merged, replaced, or taken out of the optimizer). Nothing was "
             "spent in this step. Make a new run with ledger= the path of this one's ledger."
+        )
+    check_trained_dtypes(trained)  # .half() keeps the parameters and changes what they hold
+    _refuse_scattered(model)
+    now_on = next(iter(trained.values())).device
+    if device is not None and now_on != device:
+        raise ArgumentError(
+            f"The model was moved to {now_on} after the run was made on {device}, where its "
+            "batches go. Nothing was spent in this step. Move it back, or make a new optimizer and "
+            "run with ledger= the path of this one's ledger."
         )
 
 

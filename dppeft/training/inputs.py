@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from dppeft._types import Batch, PerExampleLoss
 from dppeft.errors import ArgumentError, ArgumentTypeError
 from dppeft.loss import default_loss
+from dppeft.privacy.adaptive import AdaptiveClipping
 from dppeft.privacy.plan import PrivacyPlan, plan
 from dppeft.training import checks
 from dppeft.training.collation import choose_collate
@@ -44,6 +45,7 @@ class Privacy:
         log_private_loss: log the mean loss of drawn rows, without noise, as
             ``train_loss_not_private``, and allow evaluation on the training rows. For debugging
             only; the card lists it.
+        adaptive: let the threshold follow a quantile of the norms, from ``max_grad_norm`` on.
     """
 
     epsilon: float | None = None
@@ -61,6 +63,7 @@ class Privacy:
     seed: int | None = None
     ledger: str | Path | None = None
     log_private_loss: bool = False
+    adaptive: AdaptiveClipping | None = None
 
 
 def check_given(
@@ -96,6 +99,7 @@ def make_plan(privacy: Privacy, args: TrainingArguments, dataset: Any) -> Privac
         epsilon=privacy.epsilon,
         noise_multiplier=privacy.noise_multiplier,
         max_grad_norm=privacy.max_grad_norm,
+        adaptive=privacy.adaptive,
         accountant=privacy.accountant,
     )
 

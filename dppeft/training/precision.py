@@ -18,9 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from dppeft import _validate
-from dppeft.errors import ArgumentError
+from dppeft.errors import ArgumentError, UnsupportedModelError
 
 PRECISIONS = ("auto", "float32", "bf16")
+# What transformers and bitsandbytes write on a model and on a weight that they quantised.
+_QUANTISED_MODEL = ("quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
+_QUANTISED_WEIGHTS = ("Params4bit", "Int8Params")
 
 # Tokens per row up to which eager attention is not slower on a CPU (22M-parameter encoder, 1,280
 # tokens per physical batch, float32: time relative to the fused one 0.97 to 1.01 up to 64 tokens,
@@ -104,11 +107,18 @@ class Computation:
 
 
 def check_trained_dtypes(trained: dict[str, nn.Parameter]) -> None:
-    """An error unless every trained tensor is float32 or float64.
+    """An error unless every trained tensor is a plain one of float32 or float64.
 
     A step in bfloat16 has 8 bits of mantissa: most of a small update, and of its noise, would be
-    rounded away.
+    rounded away. A quantised or sharded weight does not hold the numbers that noise is added to.
     """
+    for name, p in trained.items():
+        if type(p) is not nn.Parameter:
+            raise ArgumentError(
+                f"Trained tensor {name} is a {type(p).__name__}; expected a plain nn.Parameter of "
+                "float32. A quantised weight can only be frozen: train an adapter beside it, "
+                "dppeft.wrap(model, 'lora'), or load the model without quantization_config."
+            )
     low = [name for name, p in trained.items() if p.dtype not in (torch.float32, torch.float64)]
     if low:
         raise ArgumentError(
@@ -117,6 +127,44 @@ def check_trained_dtypes(trained: dict[str, nn.Parameter]) -> None:
             "model with dtype=torch.float32; precision='bf16' still computes its frozen part in "
             "bfloat16."
         )
+
+
+def check_quantised(model: nn.Module) -> None:
+    """An error for quantised weights that ought to train, and for layers that mix rows.
+
+    Frozen weights of 4 or 8 bits beside float32 adapters are fine.
+    """
+    for path, module in model.named_modules():
+        threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
+        if type(module).__name__ == "Linear8bitLt" and threshold > 0:
+            # LLM.int8() computes a column in 16 bits if any row of the batch has an outlier in it.
+            # Made-up rows may have none, so the preflight may not see it.
+            raise UnsupportedModelError(
+                f"{path}: Linear8bitLt with threshold={threshold:g} rounds an example by the "
+                "outliers of its whole batch, so it has no gradient of its own. Load it with "
+                "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
+            )
+    quantised = {name for name, p in model.named_parameters() if _is_quantised(p)}
+    if not (quantised or any(map(_says_quantised, model.modules()))):
+        return
+    if any(vars(module).get("peft_config") for module in model.modules()):
+        return
+    if all(p.requires_grad for name, p in model.named_parameters() if name not in quantised):
+        raise ArgumentError(
+            "The model is quantised and all of its other tensors train (method='full'): weights of "
+            "4 or 8 bits cannot train and would silently stay as they are. Train an adapter, "
+            "dppeft.wrap(model, 'lora'), or load the model without quantization_config."
+        )
+
+
+def _is_quantised(parameter: nn.Parameter) -> bool:
+    return type(parameter).__name__ in _QUANTISED_WEIGHTS or not parameter.is_floating_point()
+
+
+def _says_quantised(module: nn.Module) -> bool:
+    own = vars(module)
+    # dequantize() sets is_quantized to False and may leave the others.
+    return bool(own.get("is_quantized", any(own.get(name) for name in _QUANTISED_MODEL)))
 
 
 def _frozen_weights(model: nn.Module) -> list[nn.Parameter]:

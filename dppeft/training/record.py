@@ -30,7 +30,6 @@ class Rates:
     sample_rate: float
     expected_batch_size: float
     noise_multiplier: float
-    max_grad_norm: float
 
 
 class Record:

@@ -30,12 +30,13 @@ from dppeft.privacy.noise import GaussianNoise, Secret, fresh_secret
 from dppeft.privacy.plan import PrivacyPlan
 from dppeft.privacy.sampling import PoissonSampler
 from dppeft.training import checks, state
-from dppeft.training.distributed import find_processes
+from dppeft.training.distributed import Processes, find_processes
 from dppeft.training.packing import LogicalBatch, MapDataset
 from dppeft.training.precision import Computation, check_trained_dtypes, choose_precision
 from dppeft.training.record import Rates, Record
 from dppeft.training.settings import RunSettings, make_packer
 from dppeft.training.step import Update
+from dppeft.training.thresholds import Thresholds
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -135,6 +136,7 @@ class PrivateRun:
         self._kept_in_eval = checks.kept_in_eval(model)
         self._processes = find_processes(settings.accelerator, device)
         self._packer = make_packer(model, dataset, settings, self._processes)
+        thresholds = Thresholds(plan, settings.clipping, list(trained))
         self.engine: Engine = make_engine(
             model,
             loss=settings.loss or default_loss(model),
@@ -145,16 +147,12 @@ class PrivateRun:
             model, self._packer, self.engine, engine_name=settings.engine
         )
         self._processes.same_weights(trained)
-        # Bytes: a Secret is never pickled. Every process draws the same rows from it.
-        secret = Secret.from_bytes(
-            self._processes.object_from_main(fresh_secret(settings.seed).to_bytes())
-        )
-        self._secret = secret
+        self._secret = _shared_secret(self._processes, settings.seed)
         self._record = Record(
             plan,
             self._processes,
             path=None if settings.ledger is None else Path(settings.ledger),
-            seeded=secret.seeded,
+            seeded=self._secret.seeded,
         )
         self._sampler = PoissonSampler(plan, self._own_secret())
         self._update = Update(
@@ -164,6 +162,7 @@ class PrivateRun:
             optimizer=optimizer,
             trained=trained,
             processes=self._processes,
+            thresholds=thresholds,
             computation=Computation(model, precision=precision, device=device),
             redrawn=[m for m in model.modules() if isinstance(getattr(m, "update", None), int)],
         )
@@ -251,7 +250,11 @@ class PrivateRun:
             clipping=self.settings.clipping,
             seeded=self._record.seeded,
             looked_at_without_noise=self._looked_at,
-            notes=[*self._record.notes(), self.preflight.note()],
+            notes=[
+                *self._record.notes(),
+                *self._update.thresholds.notes(),
+                self.preflight.note(),
+            ],
         )
 
     def note_look(self, what: str) -> None:
@@ -271,6 +274,7 @@ class PrivateRun:
                 "ledger": self._record.save_copy(directory / LEDGER),
                 "steps": self.steps_made,
                 "plan": self.plan.summary(),
+                "thresholds": self._update.thresholds.values,
                 "looked_at_without_noise": self._looked_at,
             }
             state.save_state(
@@ -309,6 +313,7 @@ class PrivateRun:
         state.load_state(
             directory, manifest, trained=self._update.trained, optimizer=self.optimizer
         )
+        self._update.thresholds.restore(manifest.get("thresholds", {}))
         self._processes.same_weights(self._update.trained)
         for what in manifest["looked_at_without_noise"]:
             self.note_look(what)
@@ -356,7 +361,6 @@ class PrivateRun:
             sample_rate=self.plan.sample_rate_at(step),
             expected_batch_size=self.plan.expected_batch_size_at(step),
             noise_multiplier=self.plan.noise_multiplier,
-            max_grad_norm=self.plan.max_grad_norm,
         )
 
     def _over_budget(self, steps: int) -> BudgetError:
@@ -365,6 +369,11 @@ class PrivateRun:
             f"would exceed the target epsilon={self.plan.target_epsilon:g}. Make a plan with more "
             "steps before training, or one with noise_multiplier= instead of epsilon=."
         )
+
+
+def _shared_secret(processes: Processes, seed: int | None) -> Secret:
+    """The main process's: every process draws the same rows. As bytes: it is never pickled."""
+    return Secret.from_bytes(processes.object_from_main(fresh_secret(seed).to_bytes()))
 
 
 def _warn_of_earlier_run(model: nn.Module, dataset: MapDataset, record: Record) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dppeft._types import Batch, ClippedSum
+from dppeft._types import Batch, ClippedSum, added
 from dppeft.clipping.engine import Engine
 from dppeft.clipping.probing import through_hooks
 from dppeft.privacy.noise import GaussianNoise
@@ -22,6 +22,7 @@ from dppeft.training.distributed import Processes
 from dppeft.training.packing import LogicalBatch
 from dppeft.training.precision import Computation
 from dppeft.training.record import Rates, Record
+from dppeft.training.thresholds import Thresholds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Update:
         optimizer: any torch optimizer; it only ever sees released gradients.
         trained: name as in ``model.named_parameters()`` -> tensor that is updated.
         processes: who sums and who draws the noise.
+        thresholds: what each example is clipped to.
         computation: precision and attention of the forward and backward pass.
         redrawn: layers that draw noise of their own once for each update (PVeRA).
     """
@@ -45,6 +47,7 @@ class Update:
     optimizer: torch.optim.Optimizer
     trained: dict[str, nn.Parameter]
     processes: Processes
+    thresholds: Thresholds
     computation: Computation
     redrawn: Sequence[Any] = ()
 
@@ -56,7 +59,12 @@ class Update:
         sum before noise by at most ``l2_bound``.
         Edges: an empty draw is noised, recorded and applied like any other.
         """
-        total = self._clipped_sum(draw, rates.max_grad_norm)  # private
+        total = self._clipped_sum(draw)  # private
+        total = self.thresholds.join(
+            total,
+            noise_multiplier=rates.noise_multiplier,
+            expected_batch_size=rates.expected_batch_size,
+        )
         total = self.processes.add_up(total)  # private: one all-reduce
         noisy = total.grads
         if self.processes.is_main:
@@ -66,9 +74,11 @@ class Update:
         self.record.release(draw.step, rates, total.l2_bound)  # on disk before anyone can use it
         noisy = self.processes.from_main(noisy)  # released
         self._move(noisy, rates.expected_batch_size)  # released
+        self.thresholds.move(noisy, rates.expected_batch_size)  # released
 
-    def _clipped_sum(self, draw: LogicalBatch, max_grad_norm: float) -> ClippedSum:
+    def _clipped_sum(self, draw: LogicalBatch) -> ClippedSum:
         """The sum over this process's physical batches; memory of one of them. Private."""
+        max_grad_norm = self.thresholds.for_engine
         total = self.engine.zero_sum(max_grad_norm=max_grad_norm)
         with self.computation.active():
             for rows in draw.physical_batches():
@@ -77,7 +87,12 @@ class Update:
                         rows, max_grad_norm=max_grad_norm, into=total.grads
                     )
                 # Without the norms, which grow with the draw.
-                total = replace(part, norms=total.norms, count=total.count + part.count)
+                total = replace(
+                    part,
+                    norms=total.norms,
+                    count=total.count + part.count,
+                    within=added(total.within, part.within),
+                )
         return total
 
     def _move(self, noisy: dict[str, torch.Tensor], expected_batch_size: float) -> None:
