@@ -43,16 +43,21 @@ def load_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(demo_encoder())
 
 
-def load_model(attention: str = "sdpa") -> nn.Module:
-    """The encoder with a head and LoRA, dropout off, in training mode."""
+def load_encoder(attention: str = "sdpa") -> nn.Module:
+    """The encoder with a head, dropout off."""
     torch.manual_seed(0)
-    base = AutoModelForSequenceClassification.from_pretrained(
+    return AutoModelForSequenceClassification.from_pretrained(
         demo_encoder(),
         num_labels=2,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         attn_implementation=attention,
     )
+
+
+def load_model(attention: str = "sdpa") -> nn.Module:
+    """The encoder with LoRA, in training mode."""
+    base = load_encoder(attention)
     return dppeft.wrap(base, "lora", r=8, lora_alpha=16, target_modules=["query", "value"]).train()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import dppeft
 from dppeft.text import TokenDataset, collator_for
+from tests.bench.measuring import Work, compared, interleaved, speed_ratio
 from tests.bench.rows import (
     PHYSICAL_ROWS,
     load_model,
@@ -24,8 +23,6 @@ from tests.bench.rows import (
     sorted_batches,
     trained,
 )
-
-Work = Callable[[], None]  # one pass over all rows
 
 # Contestant, and the least that a private step should reach against it.
 TARGETS = {
@@ -47,27 +44,16 @@ def measure(rows: int, repeats: int) -> dict[str, Any]:
         "Opacus hooks + BatchMemoryManager, batch 32": _opacus(dataset),
         "non-private PEFT forward+backward, same sorted batches": _limit(dataset),
     }
-    times: dict[str, list[float]] = {key: [] for key in contestants}
-    for repeat in range(repeats + 1):
-        for key, work in contestants.items():
-            start = time.process_time()
-            work()
-            if repeat:  # the first pass warms caches
-                times[key].append(time.process_time() - start)
-    medians = {key: statistics.median(values) for key, values in times.items()}
+    times = interleaved(contestants, repeats)
     return {
-        "rows": f"{len(dataset)} of {name}",
+        "about": f"LoRA, on {len(dataset):,} rows of {name}",
         "threads": torch.get_num_threads(),
-        "examples_per_second": {key: len(dataset) / value for key, value in medians.items()},
+        "measured": {
+            key: {"examples/s": len(dataset) / statistics.median(values)}
+            for key, values in times.items()
+        },
         "ratios": {
-            key: {
-                # Ratios pass by pass: what slows the machine for a while slows both.
-                "ratio": statistics.median(
-                    other / mine for other, mine in zip(times[key], times[ours], strict=True)
-                ),
-                "target": target,
-                "of": ours,
-            }
+            key: {**compared(speed_ratio(times[ours], times[key]), target), "of": ours}
             for key, (ours, target) in TARGETS.items()
         },
     }
