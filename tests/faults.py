@@ -120,9 +120,8 @@ FAULTS = (
     Fault(
         "a step past the plan is made",
         "dppeft/training/run.py",
-        "        if self.plan.target_epsilon is not None and self.steps_made >= self.plan.steps:\n"
-        "            raise self._over_budget(1)\n        checks",
-        "        checks",
+        "        return self._record.steps",
+        "        return max(self._record.steps - 1, 0)",
         "tests/training/test_run.py -k A1",
     ),
     Fault(
