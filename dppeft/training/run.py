@@ -229,7 +229,9 @@ class PrivateRun:
             )
         if self.plan.target_epsilon is not None and self.steps_made >= self.plan.steps:
             raise self._over_budget(1)
-        checks.check_unchanged(self.model, self.optimizer, self._update.trained)
+        checks.check_unchanged(
+            self.model, self.optimizer, self._update.trained, device=self._packer.device
+        )
         made = self.steps_made
         try:
             with checks.in_training_mode(self.model, kept=self._kept_in_eval):

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import dppeft
+from dppeft.training.precision import check_quantised
 from tests.oracle import own_loss, per_example, worst_error
 from tests.tiny import build, make_batch, row, wake
 from tests.training.placed import ROWS, first_layer, make_run, refused
@@ -81,6 +83,11 @@ def test_D7_full_fine_tuning_of_a_quantised_base_is_refused(sign: str) -> None:
     base.is_quantized = False  # after dequantize()
     if sign != "dtype":
         make_run(model)
+
+
+def test_D7_adapters_may_be_all_that_is_not_quantised() -> None:
+    net = nn.Sequential(EightBits(nn.Linear(4, 2, bias=False)))
+    check_quantised(get_peft_model(net, LoraConfig(target_modules=["0"])))
 
 
 class Params4bit(nn.Parameter):
