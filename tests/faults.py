@@ -163,8 +163,8 @@ FAULTS = (
     Fault(
         "a tensor is left out of the norm",
         "dppeft/clipping/factors.py",
-        "    return stacked.sum(0).sqrt()",
-        "    return stacked[1:].sum(0).sqrt()",
+        "    norms = stacked.sum(0).sqrt()",
+        "    norms = stacked[1:].sum(0).sqrt()",
         "tests/test_conformance.py -k 'equal_the_definition and lora and bert'",
     ),
     Fault(

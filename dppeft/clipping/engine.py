@@ -111,7 +111,7 @@ class Engine(ABC):
             with full_precision():
                 norms_sq = {name: term.norms_sq().float() for name, term in terms.items()}
                 factors, norms = clip_factors(norms_sq, **how)
-                counts = within(norms_sq, **how)
+                counts = within(norms_sq, norms, **how)
                 broken = ~torch.isfinite(norms)
                 if bool(broken.any()):  # 0 * NaN is NaN: such rows must be removed, not scaled
                     terms = {name: term.without(broken) for name, term in terms.items()}

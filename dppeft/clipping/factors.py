@@ -54,7 +54,8 @@ def clip_factors(
         name -> (B,) factors, and (B,) norms. A row with any value that is not finite gets factor 0
         everywhere.
     """
-    norms = _total(norms_sq)
+    stacked = torch.stack(list(norms_sq.values()))  # (k, B)
+    norms = stacked.sum(0).sqrt()
     if clipping == "per_layer":
         thresholds = _by_name(norms_sq, max_grad_norm)
         finite = torch.isfinite(norms)
@@ -66,7 +67,11 @@ def clip_factors(
 
 
 def within(
-    norms_sq: dict[str, Tensor], *, max_grad_norm: float | Mapping[str, float], clipping: str
+    norms_sq: dict[str, Tensor],
+    norms: Tensor,
+    *,
+    max_grad_norm: float | Mapping[str, float],
+    clipping: str,
 ) -> dict[str, Tensor]:
     """For each threshold the sum over examples of +1/2 within it, -1/2 beyond or not finite.
 
@@ -77,14 +82,9 @@ def within(
         return {}
     if clipping == "flat":
         assert not isinstance(max_grad_norm, Mapping)
-        return {WHOLE: (_total(norms_sq) <= max_grad_norm).float().sub(0.5).sum()}
+        return {WHOLE: (norms <= max_grad_norm).float().sub(0.5).sum()}
     thresholds = _by_name(norms_sq, max_grad_norm)
     return {n: (sq.sqrt() <= thresholds[n]).float().sub(0.5).sum() for n, sq in norms_sq.items()}
-
-
-def _total(norms_sq: dict[str, Tensor]) -> Tensor:
-    stacked = torch.stack(list(norms_sq.values()))  # (k, B)
-    return stacked.sum(0).sqrt()
 
 
 def _by_name(

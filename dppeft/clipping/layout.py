@@ -23,9 +23,7 @@ class Layout:
     """Where the batch lies in a module's inputs and outputs: an axis, None (constant) or MIXED."""
 
     inputs: tuple[int | None, ...]
-    tensors: tuple[
-        bool, ...
-    ]  # which inputs were tensors; others may be absent (no mask: no padding)
+    tensors: tuple[bool, ...]  # which inputs were tensors
     outputs: tuple[tuple[int, int | None], ...]  # (position among the outputs, axis)
     lookup_once: bool  # its one input is (1, T): the same positions for every row
     replayable: bool  # no arguments with a state of their own, such as a cache

@@ -38,6 +38,7 @@ class Thresholds:
         each = clipping == "per_layer" and self.adaptive is not None
         first = plan.max_grad_norm / math.sqrt(len(names)) if each else plan.max_grad_norm
         self.values = dict.fromkeys(names if each else (WHOLE,), float(first))
+        self._scale = 1.0  # of the counts in the last release
         self._check_price(plan)
 
     def _check_price(self, plan: PrivacyPlan) -> None:
