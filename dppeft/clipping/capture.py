@@ -115,14 +115,18 @@ class Capture:
         self, unit: Unit, args: Any, kwargs: Any, output: Any, state: RandomState | None
     ) -> Any:
         """Asks for the gradient of each output; the recorded inputs meet it in the backward."""
-        leaves, structure = tree_flatten((args, kwargs))
+        if unit.rule is not None and len(args) == 1 and not kwargs:
+            leaves, structure = [args[0]], None  # most calls: nothing to flatten or to replay
+        else:
+            leaves, structure = tree_flatten((args, kwargs))
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         versions = [x._version if isinstance(x, Tensor) else 0 for x in leaves]
         axes = self._axes(unit, leaves)
         kind = self.params[next(iter(unit.params.values()))].device.type
         autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         call = Call(leaves, axes, structure, state, autocast)
-        outputs, output_structure = tree_flatten(output)
+        single = isinstance(output, Tensor)
+        outputs, output_structure = ([output], None) if single else tree_flatten(output)
         grads: dict[int, Tensor] = {}
         several = len(unit.layout.outputs) > 1
         if several:
@@ -146,7 +150,7 @@ class Capture:
                 self._receive(unit, call, grads, position, grad.detach())
 
             tensor.register_hook(receive)
-        return tree_unflatten(outputs, output_structure)
+        return outputs[0] if single else tree_unflatten(outputs, output_structure)
 
     def _receive(
         self, unit: Unit, call: Call, grads: dict[int, Tensor], position: int, grad: Tensor

@@ -21,7 +21,7 @@ from dppeft.clipping.capture import Capture
 from dppeft.clipping.factors import CLIPPINGS, clip_factors, within
 from dppeft.clipping.probing import by_row, full_precision, refuse_mixing, trainable
 from dppeft.clipping.replay import Replayer
-from dppeft.clipping.terms import Term, weighted_sum
+from dppeft.clipping.terms import Term, norms_sq_of, weighted_sum
 from dppeft.clipping.units import Planner, Unit, UnitPlan
 from dppeft.errors import (
     ArgumentError,
@@ -109,14 +109,14 @@ class Engine(ABC):
         if terms:
             how: Any = {"max_grad_norm": max_grad_norm, "clipping": self.clipping}
             with full_precision():
-                norms_sq = {name: term.norms_sq().float() for name, term in terms.items()}
+                norms_sq = {name: sq.float() for name, sq in norms_sq_of(terms).items()}
                 factors, norms = clip_factors(norms_sq, **how)
                 counts = within(norms_sq, norms, **how)
                 broken = ~torch.isfinite(norms)
                 if bool(broken.any()):  # 0 * NaN is NaN: such rows must be removed, not scaled
                     terms = {name: term.without(broken) for name, term in terms.items()}
-                for name, term in terms.items():
-                    _add(grads[name], term, factors[name])
+                for name in list(terms):  # each is dropped once it is added
+                    _add(grads[name], terms.pop(name), factors[name])
         return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=size, within=counts)
 
     def _terms_of(self, batch: Batch, size: int) -> dict[str, Term]:

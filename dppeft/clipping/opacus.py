@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from dppeft._types import Batch, PerExampleLoss
 from dppeft.clipping.engine import Engine
 from dppeft.clipping.probing import (
-    by_row,
     check_losses,
     computes_exactly,
     disagreement,
+    each_alone,
+    length_of,
     plain_grads,
     refuse_mixing,
     rows_of,
@@ -62,11 +63,15 @@ class OpacusEngine(Engine):
             why = f"its hooks fail ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
             raise self._refusal("this model", why) from error
         exact = computes_exactly(self.model)
-        truth = by_row(self.model, self.loss, batch, size)
-        for name, term in truth.items():
-            wrong = disagreement(found.get(name), term.instantiate(), truth, exact=exact)
-            if wrong:
-                raise self._refusal(name, wrong)
+        for row, alone in enumerate(each_alone(self.model, self.loss, batch, size)):
+            whole = length_of(alone)
+            for name, truth in alone.items():
+                sample = found.get(name)
+                if sample is not None and len(sample) == size:
+                    sample = sample[row]
+                wrong = disagreement(sample, truth, whole, exact=exact)
+                if wrong:
+                    raise self._refusal(name, wrong)
 
     def _refusal(self, what: str, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(

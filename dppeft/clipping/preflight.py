@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from dppeft._types import Batch, ClippedSum, PerExampleLoss
 from dppeft.clipping.engine import batch_size_of, make_engine
 from dppeft.clipping.probing import (
-    by_row,
     computes_exactly,
     disagreement,
+    each_alone,
+    full_precision,
+    gradient_of,
+    length_of,
     refuse_dependence,
     refuse_mixing,
     rows_of,
@@ -28,7 +31,7 @@ from dppeft.clipping.probing import (
     untouched_random_state,
     without_dropout,
 )
-from dppeft.clipping.terms import by_example
+from dppeft.clipping.terms import Term, weighted_sum
 from dppeft.errors import ArgumentError, UnsupportedModelError
 
 # A tensor that is not read moves nothing: 100 % off. Curvature alone must not refuse a model.
@@ -100,24 +103,12 @@ def check(
         check_optimizer(model, optimizer)
     with untouched_random_state(model), without_dropout(model):
         refuse_dependence(model, batch, size, loss)
-        made = make_engine(model, loss=loss, engine=engine)
-        truth = by_row(model, loss, batch, size)
-        found = made.per_example_grads(batch)
-        total = torch.stack([t.norms_sq() for t in truth.values()]).sum(0).sqrt().float()
-        worst, exact = 0.0, computes_exactly(model)
-        for name, term in truth.items():
-            alone = term.instantiate()
-            wrong = disagreement(found.get(name), alone, truth, exact=exact)
-            if wrong:
-                raise UnsupportedModelError(
-                    f"{name}: {wrong} when compared with each example alone. Freeze it or choose "
-                    "another method; training it would not be private."
-                )
-            error = by_example(found[name] - alone.float()).norm(dim=1) / total.clamp_min(1e-12)
-            worst = max(worst, float(error.max()))
-        sensitivity = _sensitivity(model, batch, size, loss, engine=engine, total=total)
-        prediction = _prediction_error(model, batch, loss, found) if exact else None
-    silent = tuple(name for name, term in truth.items() if not bool(term.norms_sq().any()))
+        exact, made = computes_exactly(model), make_engine(model, loss=loss, engine=engine)
+        terms = made.terms(batch, size)
+        lengths, worst = _compare(model, batch, size, loss, terms)
+        sensitivity = _sensitivity(model, batch, size, loss, engine=engine, total=lengths)
+        prediction = _prediction_error(model, batch, loss, terms) if exact else None
+    silent = tuple(n for n in trainable(model) if n not in terms or not terms[n].norms_sq().any())
     params = trainable(model)
     return PreflightReport(
         rows=size,
@@ -160,6 +151,28 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _compare(
+    model: nn.Module, batch: Batch, size: int, loss: PerExampleLoss, terms: dict[str, Term]
+) -> tuple[Tensor, float]:
+    """Each row's gradients against those of the row alone: their lengths, and the worst error."""
+    exact, lengths, worst = computes_exactly(model), [], 0.0
+    for row, alone in enumerate(each_alone(model, loss, batch, size)):
+        whole = length_of(alone)
+        for name, truth in alone.items():
+            term = terms.get(name)
+            found = None if term is None else gradient_of(term, row)
+            wrong = disagreement(found, truth, whole, exact=exact)
+            if wrong:
+                raise UnsupportedModelError(
+                    f"{name}: {wrong} when compared with each example alone. Freeze it or choose "
+                    "another method; training it would not be private."
+                )
+            if found is not None:
+                worst = max(worst, float((found - truth).norm() / whole.clamp_min(1e-12)))
+        lengths.append(whole.float())
+    return torch.stack(lengths), worst
+
+
 def _sensitivity(
     model: nn.Module,
     batch: Batch,
@@ -195,14 +208,16 @@ def _distance(a: ClippedSum, b: ClippedSum) -> float:
 
 
 def _prediction_error(
-    model: nn.Module, batch: Batch, loss: PerExampleLoss, grads: dict[str, Tensor]
+    model: nn.Module, batch: Batch, loss: PerExampleLoss, terms: dict[str, Term]
 ) -> float:
     """How far the losses' change along the gradient is from the gradient's length, relative."""
-    summed = {name: grad.sum(0) for name, grad in grads.items()}
-    length = float(torch.stack([grad.norm() for grad in summed.values()]).norm())
+    params = {name: p for name, p in trainable(model).items() if name in terms}
+    ones = {name: torch.ones(terms[name].batch, device=p.device) for name, p in params.items()}
+    with full_precision():
+        summed = {n: weighted_sum(terms[n], ones[n], p.shape) for n, p in params.items()}
+    length = float(length_of(summed))
     if not (math.isfinite(length) and length > 0):
         return 0.0
-    params = trainable(model)
     values = {name: p.detach().clone() for name, p in params.items()}
 
     def moved(distance: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dppeft._types import Batch, PerExampleLoss
-from dppeft.clipping.terms import Dense, Term, at_least_float32, by_example
+from dppeft.clipping.terms import Dense, Term, at_least_float32
 from dppeft.errors import ArgumentError, UnsupportedModelError
 
 
@@ -232,45 +232,70 @@ def computes_exactly(model: nn.Module) -> bool:
     return full and not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
-def by_row(
+def each_alone(
     model: nn.Module, loss: PerExampleLoss, batch: Batch, batch_size: int
-) -> dict[str, Term]:
-    """The definition: each example alone, one forward and one backward for each."""
+) -> Iterator[dict[str, Tensor]]:
+    """The definition, one example after another: its gradients by name, zeros where it has none."""
     params = trainable(model)
-    rows: list[dict[str, Tensor]] = []
     for row in range(batch_size):
         with plain_grads(params.values()), torch.enable_grad():
             losses = check_losses(loss(model, rows_of(batch, batch_size, [row])), 1)
             if losses.requires_grad:
                 losses.sum().backward()
-            rows.append({
+            grads = {
                 name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().detach()
                 for name, p in params.items()
-            })
-    return {n: Dense(at_least_float32(torch.stack([r[n] for r in rows]))) for n in params}
+            }
+        yield {name: at_least_float32(grad) for name, grad in grads.items()}
+
+
+def by_row(
+    model: nn.Module, loss: PerExampleLoss, batch: Batch, batch_size: int
+) -> dict[str, Term]:
+    """Each example alone, one forward and one backward for each; all gradients together."""
+    stacks: dict[str, Tensor] = {}
+    for row, grads in enumerate(each_alone(model, loss, batch, batch_size)):
+        for name, grad in grads.items():
+            if name not in stacks:
+                stacks[name] = grad.new_empty(batch_size, *grad.shape)
+            stacks[name][row] = grad
+    return {name: Dense(stack) for name, stack in stacks.items()}
+
+
+def gradient_of(term: Term, row: int) -> Tensor:
+    """One example's gradient of one parameter."""
+    with full_precision():
+        return term.instantiate(slice(row, row + 1))[0]
+
+
+def length_of(grads: Mapping[str, Tensor]) -> Tensor:
+    """The norm of a whole gradient, shape ()."""
+    return torch.stack([grad.norm() for grad in grads.values()]).norm()
 
 
 def disagreement(
-    found: Tensor | None, truth: Tensor, whole: dict[str, Term], *, exact: bool = True
+    found: Tensor | None, truth: Tensor, whole: Tensor, *, exact: bool = True
 ) -> str | None:
-    """How per-example gradients of one parameter differ from the definition, or None.
-
-    ``exact`` is false where the model computes in less than float32.
+    """How one example's gradient of one parameter differs from the definition, or None.
 
     A difference counts relative to the parameter's own gradient, with a floor relative to the
     example's whole gradient (BERT's key biases have a gradient that is zero but for rounding).
+
+    Args:
+        found: what is checked, or None where there is nothing.
+        truth: the definition.
+        whole: ``length_of`` the example's gradients.
+        exact: False where the model computes in less than float32.
     """
     if found is None:
         return "it gives no gradient" if bool(truth.abs().max() > 0) else None
     if found.shape != truth.shape:
         return f"it gives gradients of shape {tuple(found.shape)} instead of {tuple(truth.shape)}"
+    size, error = truth.norm(), (found.to(truth.dtype) - truth).norm()
+    if not size.isfinite() and not found.isfinite().all():
+        return None  # such a row contributes nothing either way
     tolerance, floor = (1e-3, 1e-5) if exact else (5e-2, 5e-3)
-    total = torch.stack([term.norms_sq() for term in whole.values()]).sum(0).sqrt()
-    error = by_example(found.to(truth.dtype) - truth).norm(dim=1)
-    lost = ~by_example(truth).isfinite().all(1) & ~by_example(found).isfinite().all(1)
-    error = error.masked_fill(lost, 0)  # such a row contributes nothing either way
-    total = total.nan_to_num(0.0)
-    allowed = tolerance * by_example(truth.nan_to_num(0.0)).norm(dim=1) + floor * total + 1e-9
-    if bool((error <= allowed).all()):
+    allowed = tolerance * size + floor * whole.nan_to_num(0.0, 0.0, 0.0) + 1e-9
+    if bool(error <= allowed):
         return None
-    return f"its gradient is off by {float((error / allowed).max()) * tolerance:.1e} of its norm"
+    return f"its gradient is off by {float(error / allowed) * tolerance:.1e} of its norm"

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_GRAM_BLOCK = 32  # positions; a Gram matrix is symmetric, so blocks below its diagonal are left out
+_GRAM_BLOCK = 64  # positions; a Gram matrix is symmetric, so blocks below its diagonal are left out
 # Below this share of the largest possible norm a sum of float32 products has lost its digits;
 # random directions at T positions have a share of 1 / T.
 _CANCELS = 1e-3
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32 at a time when gradients are formed and dropped
 
 Rows = Tensor | slice
+Products = tuple[Tensor, Tensor]  # (B,) squared norms, (B,) sums of the positions' lengths
 _ALL = slice(None)
 
 
@@ -67,6 +68,22 @@ class Term(ABC):
         """The same term with zeros for the given rows, whatever they held (NaN included)."""
 
 
+class Factored(Term):
+    """Gradients that are measured by products of positions and need not exist."""
+
+    @property
+    def in_grams(self) -> bool:
+        """Whether that is cheaper than making the gradients."""
+        return True
+
+    @abstractmethod
+    def products(self, rows: Rows, dtype: torch.dtype) -> Products:
+        """The squared norms, and ``_lengths``, of the given rows, computed in this precision."""
+
+    def norms_sq(self) -> Tensor:
+        return norms_sq_of({"": self})[""]
+
+
 @dataclass(frozen=True, eq=False)
 class Dense(Term):
     """Gradients that exist: ``grads`` (B, *shape)."""
@@ -88,15 +105,14 @@ class Dense(Term):
         return by_example(self.grads).square().sum(1)
 
     def add_to(self, total: Tensor, factors: Tensor) -> None:
-        flat = factors.to(self.grads.dtype) @ by_example(self.grads)
-        total.add_(flat.reshape(total.shape))
+        total.view(-1).addmv_(by_example(self.grads).T, factors.to(self.grads.dtype))
 
     def without(self, rows: Tensor) -> Dense:
         return Dense(_zeroed(self.grads, rows))
 
 
 @dataclass(frozen=True, eq=False)
-class Outer(Term):
+class Outer(Factored):
     """``g_i = sum_t left_it right_it^T``: a matrix weight applied at T positions.
 
     ``left`` is (B, T, m) and ``right`` (B, T, n) for a weight of shape (m, n): for a Linear layer
@@ -124,22 +140,19 @@ class Outer(Term):
 
     def norms_sq(self) -> Tensor:
         """Gram form where 2 T^2 < m n (Li et al. 2022, Eq. 3), else form, measure and drop."""
-        (_, positions, m), n = self.left.shape, self.right.shape[-1]
-        if 2 * positions**2 < m * n:
-            return _measured_with_care(self.products, self.left.dtype)
-        return _norms_by_chunks(self.instantiate, self.batch, m * n)
+        if self.in_grams:
+            return super().norms_sq()
+        elements = self.left.shape[-1] * self.right.shape[-1]
+        return _norms_by_chunks(self.instantiate, self.batch, elements)
 
-    def products(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    @property
+    def in_grams(self) -> bool:
+        (_, positions, m), n = self.left.shape, self.right.shape[-1]
+        return 2 * positions**2 < m * n
+
+    def products(self, rows: Rows, dtype: torch.dtype) -> Products:
         """``sum_ts (left_t . left_s)(right_t . right_s)``, each pair once; and ``_lengths``."""
-        left, right = self.left[rows].to(dtype), self.right[rows].to(dtype)
-        total, lengths = left.new_zeros(len(left)), left.new_zeros(len(left))
-        for start in range(0, left.shape[1], _GRAM_BLOCK):
-            here, after = slice(start, start + _GRAM_BLOCK), slice(start, None)
-            grams = (left[:, here] @ left[:, after].mT).mul_(right[:, here] @ right[:, after].mT)
-            width = min(_GRAM_BLOCK, grams.shape[2])
-            total += grams.sum((1, 2)) + grams[:, :, width:].sum((1, 2))  # the symmetric half
-            lengths += _lengths(grams[:, :, :width])
-        return total, lengths
+        return _gram_products([self.left[rows].to(dtype)], self.right[rows].to(dtype))[0]
 
     def add_to(self, total: Tensor, factors: Tensor) -> None:
         left, right = self.left, self.right
@@ -154,7 +167,7 @@ class Outer(Term):
 
 
 @dataclass(frozen=True, eq=False)
-class Lookup(Term):
+class Lookup(Factored):
     """``g_i = sum_t e_{ids_it} grad_it^T``: an embedding table of ``num_rows`` rows.
 
     ``ids`` is (B, T), ``grad`` (B, T, d) with zeros at the padding id.
@@ -177,10 +190,7 @@ class Lookup(Term):
         table = grad.new_zeros(len(ids), self.num_rows, grad.shape[-1])
         return table.scatter_add_(1, ids[..., None].expand_as(grad), grad)
 
-    def norms_sq(self) -> Tensor:
-        return _measured_with_care(self.products, self.grad.dtype)
-
-    def products(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def products(self, rows: Rows, dtype: torch.dtype) -> Products:
         """``sum_ts [ids_t = ids_s] grad_t . grad_s``, and ``_lengths``."""
         ids, grad = self.ids[rows], self.grad[rows].to(dtype)
         grams = (grad @ grad.mT).mul_(ids[:, :, None] == ids[:, None, :])
@@ -195,7 +205,7 @@ class Lookup(Term):
 
 
 @dataclass(frozen=True, eq=False)
-class Tied(Term):
+class Tied(Factored):
     """An embedding table that is the output projection, too: one gradient, measured in its factors.
 
     Its squared norm is that of both parts and twice their inner product, which needs no table:
@@ -216,10 +226,7 @@ class Tied(Term):
     def instantiate(self, rows: slice = _ALL) -> Tensor:
         return self.lookup.instantiate(rows) + self.outer.instantiate(rows)
 
-    def norms_sq(self) -> Tensor:
-        return _measured_with_care(self.products, self.outer.left.dtype)
-
-    def products(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def products(self, rows: Rows, dtype: torch.dtype) -> Products:
         """The squared norm as above, and ``_lengths``."""
         ids, grad = self.lookup.ids[rows], self.lookup.grad[rows].to(dtype)
         left, right = self.outer.left[rows], self.outer.right[rows].to(dtype)
@@ -300,6 +307,65 @@ def weighted_sum(term: Term, factors: Tensor, shape: Sequence[int]) -> Tensor:
     return total
 
 
+def norms_sq_of(terms: dict[str, Term]) -> dict[str, Tensor]:
+    """``norms_sq`` of each term, in float64 for rows whose positions cancel.
+
+    Such a row has a norm far below the products that are summed, and float32 would report it as
+    0, which is "nothing to clip". If the positions all had one direction, its norm would be the sum
+    of their lengths.
+    """
+    factored = {n: t for n, t in terms.items() if isinstance(t, Factored) and t.in_grams}
+    found = {n: term.norms_sq() for n, term in terms.items() if n not in factored}
+    if factored:
+        products = _products_of(factored)
+        norms_sq = torch.stack([products[name][0] for name in factored])
+        cancels = norms_sq < _CANCELS * torch.stack([products[n][1] for n in factored]).square()
+        if bool(cancels.any()):
+            for k, term in enumerate(factored.values()):
+                if bool(cancels[k].any()):
+                    redone = term.products(cancels[k], torch.float64)[0]
+                    norms_sq[k, cancels[k]] = redone.to(norms_sq.dtype)
+        norms_sq.clamp_min_(0)  # rounding can make a sum of products negative
+        found |= dict(zip(factored, norms_sq, strict=True))
+    return {name: found[name] for name in terms}
+
+
+def _products_of(terms: dict[str, Factored]) -> dict[str, Products]:
+    """``products`` of each term; matrices with one input (query, key, value) share its Gram."""
+    found: dict[str, Products] = {}
+    sharing: dict[tuple[object, ...], dict[str, Outer]] = {}
+    for name, term in terms.items():
+        if isinstance(term, Outer):
+            right = term.right
+            memory = (right.data_ptr(), right.dtype, right.shape, right.stride())
+            sharing.setdefault(memory, {})[name] = term
+        else:
+            found[name] = term.products(_ALL, term.dtype)
+    for group in sharing.values():
+        right = next(iter(group.values())).right
+        found |= zip(group, _gram_products([t.left for t in group.values()], right), strict=True)
+    return found
+
+
+def _gram_products(lefts: Sequence[Tensor], right: Tensor) -> list[Products]:
+    """For each ``left`` (B, T, m): the sum over pairs of positions, and ``_lengths``.
+
+    Below the diagonal a symmetric matrix holds nothing new; blocks of it are left out.
+    """
+    found = [(right.new_zeros(len(right)), right.new_zeros(len(right))) for _ in lefts]
+    for start in range(0, right.shape[1], _GRAM_BLOCK):
+        here, after = slice(start, start + _GRAM_BLOCK), slice(start, None)
+        shared = right[:, here] @ right[:, after].mT
+        width = min(_GRAM_BLOCK, shared.shape[2])
+        for left, (total, lengths) in zip(lefts, found, strict=True):
+            grams = (left[:, here] @ left[:, after].mT).mul_(shared)
+            total += grams.sum((1, 2))
+            if width < shared.shape[2]:
+                total += grams[:, :, width:].sum((1, 2))
+            lengths += _lengths(grams[:, :, :width])
+    return found
+
+
 def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
     return x.masked_fill(rows.view(-1, *[1] * (x.dim() - 1)), 0)
 
@@ -307,22 +373,6 @@ def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
 def _lengths(grams: Tensor) -> Tensor:
     """Sum over positions of the lengths of their parts, whose squares are a Gram's diagonal."""
     return grams.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().sum(1)
-
-
-def _measured_with_care(
-    products: Callable[[Rows, torch.dtype], tuple[Tensor, Tensor]], dtype: torch.dtype
-) -> Tensor:
-    """Squared norms from products of positions; in float64 for rows whose positions cancel.
-
-    Such a row has a norm far below the products that are summed, and float32 would report it as
-    0, which is "nothing to clip". If the positions all had one direction, its norm would be the sum
-    of their lengths.
-    """
-    norms_sq, lengths = products(_ALL, dtype)
-    cancels = norms_sq < _CANCELS * lengths.square()
-    if bool(cancels.any()):
-        norms_sq[cancels] = products(cancels, torch.float64)[0].to(dtype)
-    return norms_sq.clamp_min(0)  # rounding can make a sum of products negative
 
 
 def _norms_by_chunks(instantiate: Callable[[slice], Tensor], batch: int, elements: int) -> Tensor:

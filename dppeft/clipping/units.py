@@ -24,6 +24,9 @@ from dppeft.clipping.probing import (
     check_losses,
     computes_exactly,
     disagreement,
+    each_alone,
+    gradient_of,
+    length_of,
     plain_grads,
     rows_of,
     trainable,
@@ -157,18 +160,12 @@ class Planner:
     def _refuse_mixed_rows(self, plan: UnitPlan, batch: Batch, trial: Trial) -> None:
         """Each row's gradient among its neighbours, in two orders, must be its gradient alone."""
         mixed = self._mixed_in_training(plan, batch, trial)
-        exact = computes_exactly(self.model)
         with without_dropout(self.model):
-            alone = by_row(self.model, self.loss, batch, 3)
             if plan.by_row is not None:
-                mixed |= _differing(alone, self._probe(batch, 3)[1], exact)
-            for order in ([0, 1, 2], [2, 0, 1]) if plan.by_row is None else ():
-                terms, _ = trial(plan.units, rows_of(batch, 3, order), 3)
-                back = torch.tensor([order.index(row) for row in range(3)])
-                for name, term in alone.items():
-                    found = terms[name].instantiate()[back] if name in terms else None
-                    if disagreement(found, term.instantiate(), alone, exact=exact):
-                        mixed.add(name)
+                alone = by_row(self.model, self.loss, batch, 3)
+                mixed |= _differing(alone, self._probe(batch, 3)[1], computes_exactly(self.model))
+            else:
+                mixed |= self._mixed_in_order(plan, batch, trial)
         if mixed:
             raise UnsupportedModelError(
                 f"{min(mixed)}: an example's gradient changes with the other examples of its "
@@ -177,36 +174,56 @@ class Planner:
                 "Replace that layer, choose another method, or return each example's own loss."
             )
 
+    def _mixed_in_order(self, plan: UnitPlan, batch: Batch, trial: Trial) -> set[str]:
+        """Names whose gradients of a row, without dropout, are not those of the row alone.
+
+        Only one row's gradients exist at a time: they are as large as the trained parameters.
+        """
+        orders = ([0, 1, 2], [2, 0, 1])
+        found = [trial(plan.units, rows_of(batch, 3, order), 3)[0] for order in orders]
+        exact, mixed = computes_exactly(self.model), set()
+        for row, alone in enumerate(each_alone(self.model, self.loss, batch, 3)):
+            whole = length_of(alone)
+            for order, terms in zip(orders, found, strict=True):
+                for name, truth in alone.items():
+                    here = gradient_of(terms[name], order.index(row)) if name in terms else None
+                    if disagreement(here, truth, whole, exact=exact):
+                        mixed.add(name)
+        return mixed
+
     def _mixed_in_training(self, plan: UnitPlan, batch: Batch, trial: Trial) -> set[str]:
         """What the first row's gradient in the model's own mode owes to its neighbours.
 
         With one seed the first row gets the same dropout whatever the other rows are.
         """
-        firsts: list[dict[str, Dense]] = []
+        firsts: list[dict[str, Term]] = []
         for order in ([0, 1, 2], [0, 2, 1], [0, 0, 0]):
             rows = rows_of(batch, 3, order)
             torch.manual_seed(0)
             if plan.by_row is not None:
-                found = self._first_row_by_autograd(rows)
+                firsts.append(self._first_row_by_autograd(rows))
             else:
-                terms, _ = trial(plan.units, rows, 3)
-                found = {n: term.instantiate(slice(0, 1)) for n, term in terms.items()}
-            firsts.append({name: Dense(at_least_float32(grad)) for name, grad in found.items()})
+                firsts.append(trial(plan.units, rows, 3)[0])
         exact = computes_exactly(self.model)
+        whole = torch.stack([gradient_of(term, 0).norm() for term in firsts[0].values()]).norm()
         return {
             name
             for other in firsts[1:]
             for name, term in firsts[0].items()
             if name not in other
-            or disagreement(other[name].grads, term.grads, firsts[0], exact=exact)
+            or disagreement(gradient_of(other[name], 0), gradient_of(term, 0), whole, exact=exact)
         }
 
-    def _first_row_by_autograd(self, batch: Batch) -> dict[str, Tensor]:
+    def _first_row_by_autograd(self, batch: Batch) -> dict[str, Term]:
         with plain_grads(self.params.values()), torch.enable_grad():
             losses = check_losses(self.loss(self.model, batch), 3)
             losses[0].backward()
             grads = {name: p.grad for name, p in self.params.items()}
-        return {name: grad.to_dense()[None] for name, grad in grads.items() if grad is not None}
+        return {
+            name: Dense(at_least_float32(grad.to_dense()[None]))
+            for name, grad in grads.items()
+            if grad is not None
+        }
 
     def _refuse_steps_in_backward(self) -> None:
         for name, param in self.params.items():

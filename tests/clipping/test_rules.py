@@ -8,7 +8,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dppeft.clipping.rules import find_rule
-from dppeft.clipping.terms import Dense, Lookup, Outer, Sum, Tied, add, weighted_sum
+from dppeft.clipping.terms import (
+    Dense,
+    Lookup,
+    Outer,
+    Sum,
+    Term,
+    Tied,
+    add,
+    norms_sq_of,
+    weighted_sum,
+)
 
 B = 5
 LAYERS = {
@@ -68,6 +78,39 @@ def test_rule_equals_the_gradient_of_each_example(name: str) -> None:
     assert terms.keys() == truth.keys()
     for parameter, term in terms.items():
         check(term, truth[parameter])
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(9, 8), lambda: Conv1D(8, 9)])
+@pytest.mark.parametrize("reached", [[0], [6], [0, 2], [1, 3, 6]])
+def test_positions_without_gradients_are_left_out(make, reached: list[int]) -> None:  # type: ignore[no-untyped-def]
+    """As in the last layer of a classifier that reads the first token: exact, and less work."""
+    layer = make().double()
+    x = torch.randn(B, 7, 9, dtype=torch.float64)
+    cotangent = torch.zeros(B, 7, 8, dtype=torch.float64)
+    cotangent[:, reached] = torch.randn(B, len(reached), 8, dtype=torch.float64)
+    cotangent[1, reached[0]] = 0  # one row's zero does not make the position unreached
+    rule = find_rule(layer, ["weight", "bias"])
+    assert rule is not None
+    terms, truth = rule(layer, x, cotangent), own_gradients(layer, x, cotangent)
+    for parameter, term in terms.items():
+        check(term, truth[parameter])
+    if isinstance(terms["weight"], Outer):
+        assert terms["weight"].left.shape[1] == len(reached)
+
+
+def test_matrices_with_one_input_share_its_gram_and_keep_their_norms() -> None:
+    torch.manual_seed(0)
+    x, other = torch.randn(2, B, 70, 128).double()  # more than one block of positions
+    terms: dict[str, Term] = {
+        name: Outer(torch.randn(B, 70, 100).double(), right)
+        for name, right in {"query": x, "key": x, "value": x, "else": other}.items()
+    }
+    found = norms_sq_of(terms)
+    assert list(found) == list(terms)
+    for name, term in terms.items():
+        truth = (term.left.mT @ term.right).square().sum((1, 2))  # type: ignore[attr-defined]
+        torch.testing.assert_close(found[name], truth)
+    assert not torch.allclose(found["query"], found["key"])
 
 
 @pytest.mark.parametrize("padding", [None, 2])
