@@ -7,6 +7,7 @@ README's table must then be made again.
 from __future__ import annotations
 
 import pytest
+import torch
 
 import dppeft
 from tests import oracle, tiny
@@ -64,3 +65,23 @@ def test_pvera_draws_anew_for_each_update() -> None:
         layer.update += 1
     after = dppeft.per_example_grads(model, batch)
     assert oracle.worst_error(before, {n: g.double() for n, g in after.items()}) > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"r": 2}, {"r": 2, "module_dropout": 0.5}])
+@pytest.mark.parametrize("tuner", ["loha", "lokr"])
+def test_a_repaired_tuner_computes_what_pefts_does(tuner: str, options: dict[str, float]) -> None:
+    """In training mode, with both forms of LoHa (r^2 below and above the layer's sides)."""
+    model = tiny.wake(dppeft.wrap(tiny.build("bert"), tuner, **options)).train()
+    batch = tiny.make_batch("bert")
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    ours = model(**batch).logits
+    layers = [m for m in model.modules() if type(m).__module__ == "dppeft.tuners.repairs"]
+    assert layers
+    for layer in layers:
+        layer.__class__ = type(layer).__mro__[2]  # PEFT's own
+        assert layer.__class__.__module__.startswith("peft.")
+    torch.manual_seed(3)
+    torch.testing.assert_close(ours, model(**batch).logits, rtol=1e-5, atol=1e-6)
+    torch.set_rng_state(state)
