@@ -9,12 +9,13 @@ DEMO_ARGS ?=
 # Tests that start two processes; run alone, because each of these wants a core.
 PROCESS_TESTS := $(wildcard tests/training/test_processes.py tests/training/test_distributed.py)
 
-.PHONY: help demo install test lint types unit processes wheel bench clean
+.PHONY: help demo install test lint types unit quick processes wheel bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install, train the main job privately, reload the result, classify sentences"
 	@echo "make test    install and run every check: lint, types, tests, README, wheel"
+	@echo "make quick   the tests without whole tables of models and tuners, in less than 5 minutes"
 	@echo "make bench   the table of speed and memory (DPPEFT_DATA=folder with sst2_train.tsv)"
 	@echo "make clean   remove build results (not .venv)"
 
@@ -54,6 +55,12 @@ types: $(VENV)/.dev
 unit: export OMP_NUM_THREADS = 1
 unit: $(VENV)/.dev
 	$(BIN)/pytest -q -n 2 --dist worksteal --durations=15 --ignore=tests/test_architecture.py \
+	    $(addprefix --ignore=,$(PROCESS_TESTS))
+
+quick: export OMP_NUM_THREADS = 1
+quick: $(VENV)/.dev
+	$(BIN)/pytest -q -n 2 --dist worksteal --ignore=tests/test_architecture.py \
+	    -m 'not bench and not gpu and not slow and not thorough' \
 	    $(addprefix --ignore=,$(PROCESS_TESTS))
 
 processes: export OMP_NUM_THREADS = 1

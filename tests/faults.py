@@ -182,6 +182,27 @@ FAULTS = (
         "tests/clipping/test_engine.py -k B2",
     ),
     Fault(
+        "positions that only some rows reach are left out",
+        "dppeft/clipping/rules.py",
+        "reached = (grad != 0).any(dim=2).any(dim=0)",
+        "reached = (grad != 0).any(dim=2).all(dim=0)",
+        "tests/clipping/test_rules.py -k left_out",
+    ),
+    Fault(
+        "a neighbour decides whether a bad row counts",
+        "dppeft/clipping/rules.py",
+        "    if not bool(x[:, ~reached].abs().max() < _CANNOT_OVERFLOW):\n        return grad, x\n",
+        "",
+        "tests/clipping/test_rules.py -k neighbours",
+    ),
+    Fault(
+        "matrices with one input share their norms, too",
+        "dppeft/clipping/terms.py",
+        "_gram_products([t.left for t in group.values()], right)",
+        "_gram_products([next(iter(group.values())).left for _ in group], right)",
+        "tests/clipping/test_rules.py -k share",
+    ),
+    Fault(
         "padding gets a gradient",
         "dppeft/clipping/rules.py",
         "    if layer.padding_idx is not None:",

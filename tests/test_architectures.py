@@ -14,7 +14,7 @@ METHODS = ("full", "bitfit", "lora")
 CHECKPOINTING = {"off": None, "reentrant": True, "not reentrant": False}
 # Their blocks cannot be checkpointed by transformers.
 WITHOUT_CHECKPOINTING = ("resnet", "albert")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.thorough]
 
 
 def made(name: str, method: str) -> nn.Module:

@@ -147,11 +147,13 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]
     return found
 
 
+@pytest.mark.thorough
 def test_G2_a_private_update_fits_where_a_plain_one_does(used: Any) -> None:
     assert used["plain"]["one"] > 100  # the tensors, not the noise of allocation
     assert used["private"]["one"] <= 1.5 * used["plain"]["one"]
 
 
+@pytest.mark.thorough
 def test_G2_memory_is_that_of_a_physical_batch_not_of_a_logical_one(used: Any) -> None:
     assert used["private"]["eight"] <= 1.1 * used["private"]["one"]
 

@@ -49,6 +49,7 @@ nbclient.NotebookClient(notebook, km=manager, timeout=300).execute()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, base_folder: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)

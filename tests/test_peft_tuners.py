@@ -22,6 +22,7 @@ REASONS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_name", MODELS)
 @pytest.mark.parametrize("tuner", TUNERS)

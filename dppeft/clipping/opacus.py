@@ -67,7 +67,10 @@ class OpacusEngine(Engine):
             whole = length_of(alone)
             for name, truth in alone.items():
                 sample = found.get(name)
-                if sample is not None and len(sample) == size:
+                if sample is not None:
+                    if sample.shape != (size, *truth.shape):
+                        shape = tuple(sample.shape)
+                        raise self._refusal(name, f"it gives gradients of shape {shape}")
                     sample = sample[row]
                 wrong = disagreement(sample, truth, whole, exact=exact)
                 if wrong:

@@ -88,6 +88,15 @@ def refuse_mixing(model: nn.Module) -> None:
                         f"{path}: Embedding with {option} depends on the whole batch. "
                         f"Build it without {option}."
                     )
+        threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
+        if type(module).__name__ == "Linear8bitLt" and threshold > 0:
+            # LLM.int8() computes a column in 16 bits if any row of the batch has an outlier in it;
+            # the few rows of a proof may have none.
+            raise UnsupportedModelError(
+                f"{path}: Linear8bitLt with threshold={threshold:g} rounds an example by the "
+                "outliers of its whole batch, so it has no gradient of its own. Load it with "
+                "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
+            )
 
 
 @contextmanager
@@ -269,8 +278,9 @@ def gradient_of(term: Term, row: int) -> Tensor:
 
 
 def length_of(grads: Mapping[str, Tensor]) -> Tensor:
-    """The norm of a whole gradient, shape ()."""
-    return torch.stack([grad.norm() for grad in grads.values()]).norm()
+    """The norm of a whole gradient, float64, shape (); 0 without tensors."""
+    norms = [_norm(grad) for grad in grads.values()]
+    return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def disagreement(
@@ -288,14 +298,19 @@ def disagreement(
         exact: False where the model computes in less than float32.
     """
     if found is None:
-        return "it gives no gradient" if bool(truth.abs().max() > 0) else None
+        return "it gives no gradient" if bool((truth != 0).any()) else None
     if found.shape != truth.shape:
         return f"it gives gradients of shape {tuple(found.shape)} instead of {tuple(truth.shape)}"
-    size, error = truth.norm(), (found.to(truth.dtype) - truth).norm()
-    if not size.isfinite() and not found.isfinite().all():
-        return None  # such a row contributes nothing either way
+    if not bool(truth.isfinite().all()):  # such a row must contribute nothing either way
+        finite = bool(found.isfinite().all())
+        return "its gradient is finite where the definition is not" if finite else None
     tolerance, floor = (1e-3, 1e-5) if exact else (5e-2, 5e-3)
-    allowed = tolerance * size + floor * whole.nan_to_num(0.0, 0.0, 0.0) + 1e-9
+    error = _norm(found.to(truth.dtype) - truth)
+    allowed = tolerance * _norm(truth) + floor * whole.nan_to_num(0.0, 0.0, 0.0) + 1e-9
     if bool(error <= allowed):
         return None
     return f"its gradient is off by {float(error / allowed) * tolerance:.1e} of its norm"
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64)  # large values do not overflow

@@ -17,6 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from dppeft.clipping.terms import Dense, Lookup, Outer, Term, at_least_float32
 
+_CANNOT_OVERFLOW = 1e12  # summed squares of any number of such values are finite in float32
+
 Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Term]]
 
 
@@ -37,6 +39,10 @@ def _reached(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return grad, x
     reached = (grad != 0).any(dim=2).any(dim=0)
     if 2 * int(reached.sum()) > len(reached):
+        return grad, x
+    # Zero times NaN, or times what overflows in a norm, is NaN and takes its row out of the sum.
+    # Whether a row counts must not depend on its neighbours' positions: then all of them stay.
+    if not bool(x[:, ~reached].abs().max() < _CANNOT_OVERFLOW):
         return grad, x
     return grad[:, reached], x[:, reached]
 

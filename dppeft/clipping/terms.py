@@ -21,6 +21,7 @@ _GRAM_BLOCK = 64  # positions; a Gram matrix is symmetric, so blocks below its d
 # Below this share of the largest possible norm a sum of float32 products has lost its digits;
 # random directions at T positions have a share of 1 / T.
 _CANCELS = 1e-3
+_ROUNDING = 1e-6  # of a float32 sum of products, relative to the sum of their lengths
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32 at a time when gradients are formed and dropped
 
 Rows = Tensor | slice
@@ -312,7 +313,7 @@ def norms_sq_of(terms: dict[str, Term]) -> dict[str, Tensor]:
 
     Such a row has a norm far below the products that are summed, and float32 would report it as
     0, which is "nothing to clip". If the positions all had one direction, its norm would be the sum
-    of their lengths.
+    of their lengths. The sum is made in float32, so that what it may round away is added.
     """
     factored = {n: t for n, t in terms.items() if isinstance(t, Factored) and t.in_grams}
     found = {n: term.norms_sq() for n, term in terms.items() if n not in factored}
@@ -323,8 +324,9 @@ def norms_sq_of(terms: dict[str, Term]) -> dict[str, Tensor]:
         if bool(cancels.any()):
             for k, term in enumerate(factored.values()):
                 if bool(cancels[k].any()):
-                    redone = term.products(cancels[k], torch.float64)[0]
-                    norms_sq[k, cancels[k]] = redone.to(norms_sq.dtype)
+                    redone, lengths = term.products(cancels[k], torch.float64)
+                    norm = redone.clamp_min(0).sqrt() + _ROUNDING * lengths
+                    norms_sq[k, cancels[k]] = norm.square().to(norms_sq.dtype)
         norms_sq.clamp_min_(0)  # rounding can make a sum of products negative
         found |= dict(zip(factored, norms_sq, strict=True))
     return {name: found[name] for name in terms}

@@ -205,7 +205,7 @@ class Planner:
             else:
                 firsts.append(trial(plan.units, rows, 3)[0])
         exact = computes_exactly(self.model)
-        whole = torch.stack([gradient_of(term, 0).norm() for term in firsts[0].values()]).norm()
+        whole = length_of({name: gradient_of(term, 0) for name, term in firsts[0].items()})
         return {
             name
             for other in firsts[1:]

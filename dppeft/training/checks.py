@@ -16,6 +16,7 @@ from dppeft._kind import kind_of
 from dppeft._types import Batch, PerExampleLoss
 from dppeft.clipping.engine import Engine
 from dppeft.clipping.preflight import PreflightReport, check, refuse_foreign_hooks
+from dppeft.clipping.probing import refuse_mixing
 from dppeft.errors import ArgumentError, ArgumentTypeError, DataError
 from dppeft.training.distributed import refuse_wrapped
 from dppeft.training.packing import Packer
@@ -126,6 +127,7 @@ def check_model(model: Any) -> None:
             "(model._module): dppeft finds the per-example gradients itself."
         )
     refuse_foreign_hooks(model)
+    refuse_mixing(model)
     _refuse_dispatched(model)
     _refuse_scattered(model)
     check_quantised(model)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dppeft import _validate
-from dppeft.errors import ArgumentError, UnsupportedModelError
+from dppeft.errors import ArgumentError
 
 PRECISIONS = ("auto", "float32", "bf16")
 # What transformers and bitsandbytes write on a model and on a weight that they quantised.
@@ -130,20 +130,10 @@ def check_trained_dtypes(trained: dict[str, nn.Parameter]) -> None:
 
 
 def check_quantised(model: nn.Module) -> None:
-    """An error for quantised weights that ought to train, and for layers that mix rows.
+    """An error for quantised weights that ought to train.
 
     Frozen weights of 4 or 8 bits beside float32 adapters are fine.
     """
-    for path, module in model.named_modules():
-        threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
-        if type(module).__name__ == "Linear8bitLt" and threshold > 0:
-            # LLM.int8() computes a column in 16 bits if any row of the batch has an outlier in it.
-            # Made-up rows may have none, so the preflight may not see it.
-            raise UnsupportedModelError(
-                f"{path}: Linear8bitLt with threshold={threshold:g} rounds an example by the "
-                "outliers of its whole batch, so it has no gradient of its own. Load it with "
-                "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
-            )
     quantised = {name for name, p in model.named_parameters() if _is_quantised(p)}
     if not (quantised or any(map(_says_quantised, model.modules()))):
         return

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from dppeft.clipping.engine import make_engine
 from dppeft.clipping.rules import find_rule
 from dppeft.clipping.terms import (
     Dense,
@@ -96,6 +97,29 @@ def test_positions_without_gradients_are_left_out(make, reached: list[int]) -> N
         check(term, truth[parameter])
     if isinstance(terms["weight"], Outer):
         assert terms["weight"].left.shape[1] == len(reached)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 5e19])
+def test_B3_leaving_positions_out_never_depends_on_the_neighbours(value: float) -> None:
+    """Bad values where only the last row looks: with it or without, the others count the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32))
+    x = torch.randn(7, 8, 32)
+    x[:-1, 7] = value
+    labels = torch.tensor([0] * 6 + [7])  # which position a row reads
+    batch = {"x": x, "labels": labels}
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        out = model(batch["x"])
+        return out[torch.arange(len(out)), batch["labels"]].square().sum(-1)
+
+    engine = make_engine(model, loss=loss)
+    clean = {"x": torch.randn(7, 8, 32), "labels": labels}
+    engine.clipped_sum(clean, max_grad_norm=1.0)
+    whole = engine.clipped_sum(batch, max_grad_norm=1.0)
+    rest = engine.clipped_sum({k: v[:-1] for k, v in batch.items()}, max_grad_norm=1.0)
+    moved = sum((whole.grads[n] - rest.grads[n]).square().sum() for n in whole.grads) ** 0.5
+    assert float(moved) <= 1.0 + 1e-4
 
 
 def test_matrices_with_one_input_share_its_gram_and_keep_their_norms() -> None:
