@@ -82,7 +82,7 @@ def test_rule_equals_the_gradient_of_each_example(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(9, 8), lambda: Conv1D(8, 9)])
-@pytest.mark.parametrize("reached", [[0], [6], [0, 2], [1, 3, 6]])
+@pytest.mark.parametrize("reached", [[0], [6], [0, 1], [1, 3, 6]])
 def test_positions_without_gradients_are_left_out(make, reached: list[int]) -> None:  # type: ignore[no-untyped-def]
     """As in the last layer of a classifier that reads the first token: exact, and less work."""
     layer = make().double()
