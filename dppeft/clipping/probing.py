@@ -313,4 +313,5 @@ def disagreement(
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float64)  # large values do not overflow
+    # Large values do not overflow in float64, which Apple's GPUs lack.
+    return torch.linalg.vector_norm(x, dtype=torch.float32 if x.is_mps else torch.float64)
