@@ -70,7 +70,7 @@ class Engine(ABC):
     def per_example_grads(self, batch: Batch) -> dict[str, Tensor]:
         """Float32 gradients by name, (B, *shape); zeros for a parameter that is not reached."""
         size, params = batch_size_of(batch), self._trainable()
-        terms = self._terms_of(batch, size)
+        terms = self.terms_of(batch, size)
         with full_precision():
             return {
                 name: terms[name].instantiate().float()
@@ -102,7 +102,7 @@ class Engine(ABC):
         """
         bound = self._bound(max_grad_norm)
         size = batch_size_of(batch)
-        terms = self._terms_of(batch, size)
+        terms = self.terms_of(batch, size)
         grads = self._zeros() if into is None else into
         norms = torch.zeros(size, device=next(iter(grads.values())).device)
         counts: dict[str, Tensor] = {}
@@ -119,7 +119,8 @@ class Engine(ABC):
                     _add(grads[name], terms.pop(name), factors[name])
         return ClippedSum(grads=grads, norms=norms, l2_bound=bound, count=size, within=counts)
 
-    def _terms_of(self, batch: Batch, size: int) -> dict[str, Term]:
+    def terms_of(self, batch: Batch, size: int) -> dict[str, Term]:
+        """``terms``, also of an empty batch; an error where gradients cannot be had."""
         if torch.is_inference_mode_enabled():
             raise ArgumentError(
                 "Gradients are off for good inside torch.inference_mode(). Call from outside it."

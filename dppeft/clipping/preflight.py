@@ -104,7 +104,7 @@ def check(
     with untouched_random_state(model), without_dropout(model):
         refuse_dependence(model, batch, size, loss)
         exact, made = computes_exactly(model), make_engine(model, loss=loss, engine=engine)
-        terms = made.terms(batch, size)
+        terms = made.terms_of(batch, size)
         lengths, worst = _compare(model, batch, size, loss, terms)
         sensitivity = _sensitivity(model, batch, size, loss, engine=engine, total=lengths)
         prediction = _prediction_error(model, batch, loss, terms) if exact else None

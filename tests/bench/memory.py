@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import dppeft
 from dppeft.text import collator_for
+from dppeft.training.run import PrivateRun
 from tests.bench.measuring import compared, in_a_new_process, peak_mib
 from tests.bench.rows import load_model, load_rows, load_tokenizer, sorted_batches, trained
 
@@ -68,6 +69,10 @@ def _private(logical: int) -> dict[str, float]:
         precision="float32",
         ledger=f"{tempfile.mkdtemp()}/ledger.jsonl",
     )
+    return _stepped(run)
+
+
+def _stepped(run: PrivateRun) -> dict[str, float]:
     before = peak_mib()
     for batch in run.batches():
         run.step(batch)
@@ -120,10 +125,7 @@ def _simulated(logical: int) -> dict[str, float]:
         precision="float32",
         ledger=f"{tempfile.mkdtemp()}/ledger.jsonl",
     )
-    before = peak_mib()
-    for batch in run.batches():
-        run.step(batch)
-    return {"MiB": peak_mib(), "MiB before the step": before}
+    return _stepped(run)
 
 
 def _cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
