@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import opacus.grad_sample  # noqa: F401  (fills the registry below)
+import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -37,14 +38,15 @@ def _reached(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     if grad.device.type != "cpu" or positions < 3:
         return grad, x
     # Cheaper than a look at all: where most are unreached, two inner ones likely are.
-    if bool(grad[:, [positions // 3, 2 * positions // 3]].any()):
+    if bool(grad[:, positions // 3].any()) or bool(grad[:, 2 * positions // 3].any()):
         return grad, x
-    reached = (grad != 0).any(dim=2).any(dim=0)
+    reached = (grad.amax((0, 2)) != 0) | (grad.amin((0, 2)) != 0)  # NaN is not 0
     if 2 * int(reached.sum()) > len(reached):
         return grad, x
     # Zero times NaN, or times what overflows in a norm, is NaN and takes its row out of the sum.
     # Whether a row counts must not depend on its neighbours' positions: then all of them stay.
-    if not bool(x[:, ~reached].abs().max() < _CANNOT_OVERFLOW):
+    lowest, highest = torch.aminmax(x)
+    if not bool(torch.maximum(highest, -lowest) < _CANNOT_OVERFLOW):
         return grad, x
     return grad[:, reached], x[:, reached]
 

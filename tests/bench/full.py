@@ -1,4 +1,7 @@
-"""Full fine-tuning: a clipped sum against a step without privacy and Opacus's ghost clipping.
+"""Full fine-tuning: a clipped sum against gradients without privacy and Opacus's ghost clipping.
+
+All three do one physical batch of a logical one: their gradients are added to those of the batches
+before. Noise and the optimizer's step, once for each logical batch, are left out.
 
 python -m tests.bench.full private
 """
@@ -137,12 +140,13 @@ def _batch(kind: str, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def _plain(kind: str, batch: dict[str, Tensor]) -> Work:
-    """Gradients of the mean loss, as everybody makes them."""
+def _plain(kind: str, batch: dict[str, Tensor], *, accumulated: bool = True) -> Work:
+    """Gradients of the mean loss, as everybody makes them; added to ``.grad`` if wanted."""
     model = _model(kind)
 
     def work() -> None:
-        model.zero_grad()
+        if not accumulated:
+            model.zero_grad()
         model(**batch).loss.backward()
 
     return work
@@ -157,7 +161,7 @@ def _ours(kind: str, batch: dict[str, Tensor]) -> Work:
 
 
 def _ghost(kind: str, batch: dict[str, Tensor], *, tied: bool = True) -> Work:
-    """Opacus's two backward passes; an error if it cannot make them, or makes another sum."""
+    """Opacus's two backward passes, its own sum of batches; an error if it makes another sum."""
     model = _model(kind, tied=tied)
     module = GradSampleModuleFastGradientClipping(
         model, loss_reduction="mean", max_grad_norm=NORM, strict=False
@@ -185,10 +189,12 @@ def _ghost(kind: str, batch: dict[str, Tensor], *, tied: bool = True) -> Work:
         logits = module(**inputs).logits
         if kind == "BERT":
             criterion(logits, batch["labels"]).backward()
-            return
-        logits, targets = logits[:, :-1], batch["labels"][:, 1:]
-        shape = logits.shape
-        criterion(logits.flatten(0, 1), targets.flatten(), shape=shape).backward()
+        else:
+            logits, targets = logits[:, :-1], batch["labels"][:, 1:]
+            shape = logits.shape
+            criterion(logits.flatten(0, 1), targets.flatten(), shape=shape).backward()
+        optimizer.signal_skip_step(do_skip=True)
+        optimizer.step()  # adds up, and waits for the rest of the logical batch
 
     work()
     _check_sum(model, _model(kind, tied=tied), batch)
@@ -213,7 +219,8 @@ def _reason(error: Exception) -> str:
 def _peak(which: str) -> dict[str, float]:
     """Whole process and steps alone, of two steps on the BERT."""
     batch = _batch("BERT", 128)
-    work = _plain("BERT", batch) if which == "plain" else _ours("BERT", batch)
+    plain = which == "plain"
+    work = _plain("BERT", batch, accumulated=False) if plain else _ours("BERT", batch)
     before = peak_mib()
     for _ in range(2):
         work()
