@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dppeft import _on_peft
+
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it. Loaded on first use, so that `import dppeft` and the
@@ -33,6 +35,8 @@ _PUBLIC = {
     "PreflightReport": "dppeft.clipping.preflight",
     "wrap": "dppeft.wrapping",
 }
+
+_on_peft.join_when_imported()
 
 __all__ = sorted([*_PUBLIC, "__version__"])
 

@@ -23,6 +23,7 @@ LAYERS = (
     ("_types",),
     ("_kind",),
     ("tuners", "clipping", "privacy", "text", "loss", "tables"),
+    ("_on_peft",),
     ("sharing",),
     ("training",),  # above sharing: a trainer saves what may be shared
     ("wrapping",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,21 @@ from dppeft.clipping.engine import make_engine
 from dppeft.loss import default_loss
 from tests import oracle, tiny
 
-METHODS = ("lora", "dora", "ffa_lora", "bitfit", "head", "full")
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # row of the table -> method, options
+    "lora": ("lora", {}),
+    "dora": ("dora", {}),
+    "ffa_lora": ("ffa_lora", {}),
+    "adapter": ("adapter", {}),
+    "compacter": ("compacter", {}),
+    "compacter-not-shared": ("compacter", {"shared": False}),
+    "rgp": ("rgp", {}),
+    "rgp-joint": ("rgp", {"clip": "joint"}),
+    "rgp-left": ("rgp", {"sides": "left"}),
+    "rgp-right": ("rgp", {"sides": "right"}),
+    "bitfit": ("bitfit", {}),
+    "head": ("head", {}),
+    "full": ("full", {}),
+}
 MODELS = ("bert", "roberta", "distilbert", "gpt2", "gpt2-classify", "llama", "t5")
 
 # What a method cannot do, whatever the engine: (method, model) -> part of the message.
@@ -56,7 +71,8 @@ HEAD = {  # parameters of a 3-class head
 
 def made(method: str, model: str) -> torch.nn.Module:
     """A wrapped tiny model with every trained tensor off its start value."""
-    return tiny.wake(dppeft.wrap(tiny.build(model), method=method)).train()
+    name, options = METHODS[method]
+    return tiny.wake(dppeft.wrap(tiny.build(model), method=name, **options)).train()
 
 
 def batch_and_rows(model: str, **options):  # type: ignore[no-untyped-def]
@@ -143,6 +159,34 @@ def lora_count(model: str, *, factors: int = 2, magnitude: bool = False) -> int:
     return LAYERS * per_layer + HEAD[model]
 
 
+def bottlenecks(model: str) -> int:
+    """Behind each attention and feed-forward part; T5's decoder has two attentions."""
+    return LAYERS * (5 if model == "t5" else 2)
+
+
+def bottleneck_count(model: str, width: int) -> int:
+    """D and U of each, d x k without biases."""
+    return bottlenecks(model) * D * width + HEAD[model]
+
+
+def compacter_count(model: str, n: int = 8, k: int = 96) -> int:
+    """For each of two matrices s, (n, d / n), and t, (n, k / n); and one set of A_i, n^3."""
+    return bottlenecks(model) * 2 * (D + k) + n**3
+
+
+def rgp_count(model: str, r: int = 8) -> int:
+    """r (p + d) for each matrix of the blocks."""
+    kv = D // HEADS
+    square, wide = (D, D), (D, INNER)
+    matrices = {
+        "gpt2": [(D, 3 * D), square, (D, 4 * D), (4 * D, D)],
+        "gpt2-classify": [(D, 3 * D), square, (D, 4 * D), (4 * D, D)],
+        "llama": [square, (D, kv), (D, kv), square, wide, wide, wide],
+        "t5": [square] * 12 + [wide] * 4,
+    }.get(model, [square] * 4 + [wide] * 2)
+    return LAYERS * sum(r * (p + d) for p, d in matrices) + HEAD[model]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_number_of_trained_parameters(model: str) -> None:
     def count(method: str) -> int:
@@ -152,6 +196,9 @@ def test_number_of_trained_parameters(model: str) -> None:
     assert count("lora") == lora_count(model)
     assert count("ffa_lora") == lora_count(model, factors=1)
     assert count("dora") == lora_count(model, magnitude=True)
+    assert count("adapter") == bottleneck_count(model, 2 * 48)
+    assert count("compacter") == bottleneck_count(model, 0) + compacter_count(model)
+    assert count("rgp") == rgp_count(model)
     assert count("full") == sum(p.numel() for p in tiny.build(model).parameters())
     if ("head", model) not in IMPOSSIBLE:
         assert count("head") == HEAD[model]
@@ -171,6 +218,8 @@ def test_a_step_without_noise_and_clipping_is_a_plain_step(
     _, rows = batch_and_rows(model)
     truth = oracle.per_example(wrapped, rows)
     params = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+    if method.startswith("rgp"):  # moves full matrices: tests/tuners/test_rgp.py
+        params = {n: p for n, p in params.items() if ".rgp_" not in n}
     # The divisor is the expected batch size, and every row is drawn: their mean.
     expected = {n: p.detach().double() - 0.1 * truth[n].sum(0) / 4 for n, p in params.items()}
     plan = dppeft.plan(
@@ -184,7 +233,7 @@ def test_a_step_without_noise_and_clipping_is_a_plain_step(
     dataset = [{key: value[0] for key, value in row.items()} for row in rows]
     private = dppeft.make_private(
         wrapped,
-        torch.optim.SGD(params.values(), lr=0.1),
+        torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.1),
         dataset,
         plan,
         collate_fn=partial(as_one_batch, padding=wrapped.config.pad_token_id),

@@ -119,9 +119,11 @@ class Capture:
             leaves, structure = [args[0]], None  # most calls: nothing to flatten or to replay
         else:
             leaves, structure = tree_flatten((args, kwargs))
+        axes = self._axes(unit, leaves)
+        if unit.rule is not None:  # looks at the first input at most: no other need be kept
+            leaves = leaves[: int(unit.needs_input)]
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         versions = [x._version if isinstance(x, Tensor) else 0 for x in leaves]
-        axes = self._axes(unit, leaves)
         kind = self.params[next(iter(unit.params.values()))].device.type
         autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         call = Call(leaves, axes, structure, state, autocast)
@@ -158,10 +160,11 @@ class Capture:
         recording, self.recording = self.recording, False  # a replay is not a use
         try:
             if unit.rule is not None:
-                x = call.leaves[0]
                 if not unit.expands:
-                    x = x.movedim(call.axes[0], 0)
                     grad = grad.movedim(unit.layout.outputs[0][1], 0)
+                x = call.leaves[0] if unit.needs_input else grad
+                if unit.needs_input and not unit.expands:
+                    x = x.movedim(call.axes[0], 0)
                 self._use(unit, unit.rule(unit.module, x, grad))
             else:
                 grads[position] = grad

@@ -8,9 +8,12 @@ two and on three rows before it is trusted, and no attribute of Opacus's stays o
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.grad_sample.utils import register_grad_sampler
 from torch import Tensor, nn
 
 from dppeft._types import Batch, PerExampleLoss
@@ -95,7 +98,8 @@ def _hooked(
     try:
         with plain_grads(trainable(model).values()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's remark on full backward hooks
-            hooks = GradSampleHooks(model, strict=False, loss_reduction="sum")
+            _register_own(model)
+            hooks = _HooksOnce(model, strict=False, loss_reduction="sum")
             for module, _ in modes:
                 module.training = True
             losses = check_losses(loss(model, batch), batch_size)
@@ -113,6 +117,26 @@ def _hooked(
         for name, sample in found.items()
         if sample is not None
     }
+
+
+class _HooksOnce(GradSampleHooks):
+    """Opacus walks down to a module by every path, and would count a shared one once for each."""
+
+    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
+        yield from dict.fromkeys(super().iterate_submodules(module))
+
+
+def _register_own(model: nn.Module) -> None:
+    """Layers that bring their own closed form, in Opacus's table of samplers."""
+    for module in model.modules():
+        kind = type(module)
+        if hasattr(kind, "example_gradients") and kind not in GradSampleHooks.GRAD_SAMPLERS:
+            register_grad_sampler(kind)(_sample)
+
+
+def _sample(layer: Any, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    found = layer.example_gradients(activations[0], backprops)
+    return {getattr(layer, name): grads for name, grads in found.items()}
 
 
 def _sweep(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ grad samplers, wherever those are right. Whatever has no rule here is replayed (
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Protocol, runtime_checkable
 
 import opacus.grad_sample  # noqa: F401  (fills the registry below)
 import torch
@@ -21,6 +22,15 @@ from dppeft.clipping.terms import Dense, Lookup, Outer, Term, at_least_float32
 _CANNOT_OVERFLOW = 1e12  # summed squares of any number of such values are finite in float32
 
 Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Term]]
+
+
+@runtime_checkable
+class _KnowsItsGradients(Protocol):
+    """A layer that brings its own closed form; preflight proves it like any other."""
+
+    def example_gradients(self, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+        """Each example's gradient of each trained tensor."""
+        ...
 
 
 def _positions(x: Tensor) -> Tensor:
@@ -87,6 +97,18 @@ def embedding(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
     return {"weight": Lookup(ids, grad, layer.num_embeddings)}
 
 
+def biases_alone(_layer: nn.Module, _x: Tensor, grad: Tensor) -> dict[str, Term]:
+    """``y = f(x) + b`` with f frozen: ``db_i = sum_t grad_it``. The input is not looked at."""
+    return {"bias": Dense(_positions(grad).sum(1))}
+
+
+def from_layer(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
+    """The layer's own closed form: its ``example_gradients(x, grad) -> {name: (B, *shape)}``."""
+    assert isinstance(layer, _KnowsItsGradients)
+    found = layer.example_gradients(at_least_float32(x), at_least_float32(grad))
+    return {name: Dense(grads) for name, grads in found.items()}
+
+
 def from_opacus(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
     """Opacus's own rule for this layer type, in float32."""
     sampler = GradSampleHooks.GRAD_SAMPLERS[type(layer)]
@@ -113,6 +135,9 @@ def _always(_: nn.Module) -> bool:
     return True
 
 
+# Layers whose output is something plus the bias, on the last axis.
+_ADD_A_BIAS = (nn.Linear, Conv1D, nn.LayerNorm)
+
 # Layer type -> its rule, and when the rule is right. One row per layer type.
 RULES: dict[type[nn.Module], tuple[Rule, Callable[[nn.Module], bool]]] = {
     nn.Linear: (linear, _always),
@@ -135,6 +160,11 @@ def find_rule(layer: nn.Module, names: Collection[str]) -> Rule | None:
     """
     if "forward" in vars(layer) or not set(names) <= set(layer._parameters):
         return None
+    if isinstance(layer, _KnowsItsGradients):
+        return from_layer
+    if set(names) == {"bias"} and isinstance(layer, _ADD_A_BIAS):
+        plain = any(type(layer).forward is kind.forward for kind in _ADD_A_BIAS)
+        return biases_alone if plain else None
     for base, (rule, is_right) in RULES.items():
         if isinstance(layer, base) and type(layer).forward is base.forward:
             if rule is from_opacus and type(layer) not in GradSampleHooks.GRAD_SAMPLERS:

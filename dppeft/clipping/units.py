@@ -34,7 +34,7 @@ from dppeft.clipping.probing import (
     untouched_random_state,
     without_dropout,
 )
-from dppeft.clipping.rules import Rule, find_rule
+from dppeft.clipping.rules import Rule, biases_alone, find_rule
 from dppeft.clipping.terms import Dense, Term, at_least_float32, weighted_sum
 from dppeft.errors import DppeftError, UnsupportedModelError
 
@@ -48,6 +48,11 @@ class Unit:
     params: dict[str, str]  # name inside the module -> name in the model
     rule: Rule | None  # None: replayed
     layout: Layout
+
+    @property
+    def needs_input(self) -> bool:
+        """Biases alone do not, so that their layers' inputs need not be kept."""
+        return self.rule is not biases_alone
 
     @property
     def expands(self) -> bool:

@@ -20,6 +20,7 @@ from dppeft.sharing.contents import (
 )
 from dppeft.text import synthetic_rows
 from dppeft.tuners import fitting, registry
+from dppeft.tuners.joining import join_peft
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -98,6 +99,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_config(path: Path, *, is_trainable: bool) -> PeftConfig:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+    join_peft()
     values = _read_json(path / ADAPTER_CONFIG)
     kind = values.get("peft_type")
     if kind not in list(PEFT_TYPE_TO_CONFIG_MAPPING):

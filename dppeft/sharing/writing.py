@@ -7,6 +7,7 @@ written, and no file is a pickle.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from dppeft._kind import unwrap
 from dppeft._types import Spent
 from dppeft.errors import ArgumentError, ArgumentTypeError
 from dppeft.privacy.card import PrivacyCard, library_versions
+from dppeft.sharing.as_lora import as_lora
 from dppeft.sharing.contents import (
     ADAPTER,
     METHOD,
@@ -50,20 +52,23 @@ def export(
         directory: made if missing; must be empty.
         spent: ``private.spent()`` or ``private.card()``, which knows more. None: the card says
             that no guarantee is claimed.
-        as_lora_rank: for methods whose result is a full-size change; none of these methods is.
+        as_lora_rank: for ``rgp``, whose result is a change of whole matrices: write its best
+            approximation of this rank as a plain LoRA adapter, which needs no dppeft to be loaded;
+            the card says how much of the change is in it. None: the change itself.
 
     Returns:
         The directory.
 
     Raises:
-        ArgumentError: the directory is not empty, or ``as_lora_rank`` is given.
+        ArgumentError: the directory is not empty, or ``as_lora_rank`` is given for another method.
         ArgumentTypeError: ``spent`` is of another type.
     """
-    if as_lora_rank is not None:
+    if as_lora_rank is not None and not hasattr(peel(model), "peft_config"):
         raise ArgumentError(
             f"as_lora_rank={as_lora_rank}: only method 'rgp' turns a full-size change into LoRA, "
-            "and this model was not trained with it. Leave as_lora_rank out."
+            "and this model has no adapter. Leave as_lora_rank out."
         )
+    lora = None if as_lora_rank is None else as_lora(peel(model), as_lora_rank)
     card = _card(spent)
     path = Path(directory)
     if path.exists() and not path.is_dir():
@@ -73,17 +78,35 @@ def export(
             f"directory={str(path)!r} is not empty: what lies there would be shared along. Name a "
             "new folder, or empty it."
         )
+    if lora is not None:
+        tensors, config, share = lora
+        note = (
+            f"The change of the weights was written as LoRA of rank {config.r}, which keeps "
+            f"{share:.4f} of its Frobenius norm."
+        )
+        card = dataclasses.replace(card, notes=[*card.notes, note])
+        return write_shared(model, path, card=card, written_as=(tensors, config))
     return write_shared(model, path, card=card)
 
 
-def write_shared(model: nn.Module, directory: str | Path, *, card: PrivacyCard) -> Path:
+def write_shared(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    card: PrivacyCard,
+    written_as: tuple[dict[str, Tensor], PeftConfig] | None = None,
+) -> Path:
     """``export`` whatever lies in the directory already; files of the same name are replaced."""
     model = peel(model)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
         method = registry.method_of(model)
-        _write_adapter(model, path, method, card)
+        tensors, config = written_as or (
+            adapter_tensors(model),
+            model.peft_config[model.active_adapter],
+        )
+        _write_adapter(model, path, method, card, tensors, config)
     else:
         method = "full"
         _write_whole(model, path, card)
@@ -109,11 +132,18 @@ def _card(spent: Spent | PrivacyCard | None) -> PrivacyCard:
     )
 
 
-def _write_adapter(model: PeftModel, path: Path, method: str, card: PrivacyCard) -> None:
+def _write_adapter(
+    model: PeftModel,
+    path: Path,
+    method: str,
+    card: PrivacyCard,
+    tensors: dict[str, Tensor],
+    config: PeftConfig,
+) -> None:
     from safetensors.torch import save_file
 
-    save_file(_own_memory(adapter_tensors(model)), path / ADAPTER, metadata=_metadata(method, card))
-    config = _public_config(model.peft_config[model.active_adapter], model)
+    save_file(_own_memory(tensors), path / ADAPTER, metadata=_metadata(method, card))
+    config = _public_config(config, model)
     config.save_pretrained(str(path), auto_mapping_dict=_auto_mapping(model, config))
 
 

@@ -19,6 +19,7 @@ from dppeft.clipping.preflight import PreflightReport, check, refuse_foreign_hoo
 from dppeft.clipping.probing import refuse_mixing
 from dppeft.errors import ArgumentError, ArgumentTypeError, DataError
 from dppeft.training.distributed import refuse_wrapped
+from dppeft.training.lifting import Lift
 from dppeft.training.packing import Packer
 from dppeft.training.precision import check_quantised, check_trained_dtypes
 
@@ -72,10 +73,11 @@ def check_first_row(row: Any) -> None:
                 )
 
 
-def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, nn.Parameter]:
-    """The trained tensors by name; an error unless the optimizer moves all of them.
+def check_optimizer(model: nn.Module, optimizer: Any) -> Lift:
+    """What the optimizer moves; an error unless that is all that trains.
 
     Frozen tensors of the model may be in it (``AdamW(model.parameters())``): they get no gradient.
+    Tensors that are trained through others (RGP's matrices) take the place of those in it.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(
@@ -97,11 +99,13 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, nn.Parameter]
             "No parameter of the model requires a gradient, so nothing would be trained while "
             "budget is spent. Use dppeft.wrap, or load the adapter with is_trainable=True."
         )
+    lift = Lift(model, trained)
+    lift.exchange(optimizer)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in trained.items() if id(p) not in held]
+    missing = [name for name, p in lift.moved.items() if id(p) not in held]
     if missing:
         raise ArgumentError(
-            f"The optimizer lacks {len(missing)} of {len(trained)} trained tensors, such as "
+            f"The optimizer lacks {len(missing)} of {len(lift.moved)} trained tensors, such as "
             f"{missing[0]!r}. Make it after dppeft.wrap from {_FILTERED}, or freeze what should "
             "not train (requires_grad_(False))."
         )
@@ -111,7 +115,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, nn.Parameter]
             f"The optimizer holds {foreign} tensors that are not the model's. Make it after "
             f"dppeft.wrap from {_FILTERED}, and one optimizer for one model."
         )
-    return trained
+    return lift
 
 
 def check_model(model: Any) -> None:
@@ -275,26 +279,29 @@ def check_unchanged(
     optimizer: torch.optim.Optimizer,
     trained: dict[str, nn.Parameter],
     *,
+    moved: dict[str, nn.Parameter] | None = None,
     device: torch.device | None = None,
 ) -> None:
     """An error unless what trains is what the run was made for. Before a draw is used.
 
-    ``device``: where the run's batches go, if that is to be checked too.
+    ``moved``: what the optimizer moves, where it is not what is trained. ``device``: where the
+    run's batches go, if that is to be checked too.
     """
-    now = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    moved = trained if moved is None else moved
+    everything = dict(model.named_parameters())
+    now = {name: p for name, p in everything.items() if p.requires_grad}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    changed = sorted(
-        name
-        for name in now.keys() | trained.keys()
-        if now.get(name) is not trained.get(name) or id(trained[name]) not in held
-    )
+    changed = sorted({
+        *(n for n in now.keys() | trained.keys() if now.get(n) is not trained.get(n)),
+        *(n for n, p in moved.items() if everything.get(n) is not p or id(p) not in held),
+    })
     if changed:
         raise ArgumentError(
             f"{changed[0]} is no longer what the run was made to train ({len(changed)} tensors: "
             "frozen, unfrozen, merged, replaced, or taken out of the optimizer). Nothing was "
             "spent in this step. Make a new run with ledger= the path of this one's ledger."
         )
-    check_trained_dtypes(trained)  # .half() keeps the parameters and changes what they hold
+    check_trained_dtypes(trained | moved)  # .half() keeps the parameters and changes what they hold
     _refuse_scattered(model)
     now_on = next(iter(trained.values())).device
     if device is not None and now_on != device:

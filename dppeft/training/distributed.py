@@ -71,7 +71,7 @@ class Processes:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def same_weights(self, trained: Mapping[str, nn.Parameter]) -> None:
+    def same_weights(self, trained: Mapping[str, Tensor]) -> None:
         """Give every process the main one's trained weights; updates then keep them equal."""
         if self.count == 1:
             return

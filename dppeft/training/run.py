@@ -125,8 +125,9 @@ class PrivateRun:
                 f"plan is a {type(plan).__name__}; expected the PrivacyPlan that dppeft.plan makes."
             )
         checks.check_model(model)
-        trained = checks.check_optimizer(model, optimizer)
-        check_trained_dtypes(trained)
+        lift = checks.check_optimizer(model, optimizer)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        check_trained_dtypes(trained | lift.moved)
         checks.check_rows_counted(checks.check_dataset(dataset), plan.num_examples)
         checks.check_first_row(dataset[0])
         device = next(iter(trained.values())).device
@@ -146,7 +147,7 @@ class PrivateRun:
         self.preflight: PreflightReport = checks.prove(
             model, self._packer, self.engine, engine_name=settings.engine
         )
-        self._processes.same_weights(trained)
+        self._processes.same_weights(lift.kept)
         self._secret = _shared_secret(self._processes, settings.seed)
         self._record = Record(
             plan,
@@ -161,6 +162,7 @@ class PrivateRun:
             record=self._record,
             optimizer=optimizer,
             trained=trained,
+            lift=lift,
             processes=self._processes,
             thresholds=thresholds,
             computation=Computation(model, precision=precision, device=device),
@@ -230,7 +232,11 @@ class PrivateRun:
         if self.plan.target_epsilon is not None and self.steps_made >= self.plan.steps:
             raise self._over_budget(1)
         checks.check_unchanged(
-            self.model, self.optimizer, self._update.trained, device=self._packer.device
+            self.model,
+            self.optimizer,
+            self._update.trained,
+            moved=self._update.lift.moved,
+            device=self._packer.device,
         )
         made = self.steps_made
         try:
@@ -281,7 +287,7 @@ class PrivateRun:
             }
             state.save_state(
                 directory,
-                trained=self._update.trained,
+                trained=self._update.lift.kept,
                 optimizer=self.optimizer,
                 manifest=manifest,
             )
@@ -312,11 +318,10 @@ class PrivateRun:
         self._record.adopt(directory / LEDGER, manifest["ledger"])
         self._sampler = PoissonSampler(self.plan, self._own_secret())
         self._update = replace(self._update, noise=GaussianNoise(self._own_secret()))
-        state.load_state(
-            directory, manifest, trained=self._update.trained, optimizer=self.optimizer
-        )
+        kept = self._update.lift.kept
+        state.load_state(directory, manifest, trained=kept, optimizer=self.optimizer)
         self._update.thresholds.restore(manifest.get("thresholds", {}))
-        self._processes.same_weights(self._update.trained)
+        self._processes.same_weights(kept)
         for what in manifest["looked_at_without_noise"]:
             self.note_look(what)
         self._pending = None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from dppeft.errors import CheckpointError
 
@@ -25,7 +25,7 @@ WEIGHTS, OPTIMIZER, MANIFEST = "trained.safetensors", "optimizer.safetensors", "
 def save_state(
     directory: Path,
     *,
-    trained: Mapping[str, nn.Parameter],
+    trained: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     manifest: dict[str, Any],
 ) -> None:
@@ -67,7 +67,7 @@ def load_state(
     directory: Path,
     manifest: Mapping[str, Any],
     *,
-    trained: Mapping[str, nn.Parameter],
+    trained: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Put saved weights and optimizer state into a run that trains the same tensors.
@@ -91,7 +91,7 @@ def load_state(
 
 
 def _check_same_tensors(
-    path: Path, weights: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter]
+    path: Path, weights: Mapping[str, Tensor], trained: Mapping[str, Tensor]
 ) -> None:
     different = sorted(weights.keys() ^ trained.keys())
     if different:

@@ -19,6 +19,7 @@ from dppeft.clipping.engine import Engine
 from dppeft.clipping.probing import through_hooks
 from dppeft.privacy.noise import GaussianNoise
 from dppeft.training.distributed import Processes
+from dppeft.training.lifting import Lift
 from dppeft.training.packing import LogicalBatch
 from dppeft.training.precision import Computation
 from dppeft.training.record import Rates, Record
@@ -34,7 +35,8 @@ class Update:
         noise: the only thing that turns private into released.
         record: where releases are written down.
         optimizer: any torch optimizer; it only ever sees released gradients.
-        trained: name as in ``model.named_parameters()`` -> tensor that is updated.
+        trained: name as in ``model.named_parameters()`` -> tensor whose gradient is released.
+        lift: from released gradients to those of the tensors that move.
         processes: who sums and who draws the noise.
         thresholds: what each example is clipped to.
         computation: precision and attention of the forward and backward pass.
@@ -46,6 +48,7 @@ class Update:
     record: Record
     optimizer: torch.optim.Optimizer
     trained: dict[str, nn.Parameter]
+    lift: Lift
     processes: Processes
     thresholds: Thresholds
     computation: Computation
@@ -59,6 +62,7 @@ class Update:
         sum before noise by at most ``l2_bound``.
         Edges: an empty draw is noised, recorded and applied like any other.
         """
+        self.lift.before_step(draw.step)  # from released weights alone
         total = self._clipped_sum(draw)  # private
         total = self.thresholds.join(
             total,
@@ -100,8 +104,9 @@ class Update:
         # Gradients of the user's own backward passes, on trained or frozen tensors, are dropped:
         # they were neither clipped nor noised.
         self.optimizer.zero_grad(set_to_none=True)
-        for name, parameter in self.trained.items():
-            released = (noisy[name] / expected_batch_size).to(parameter.dtype)
+        lifted = self.lift(noisy)
+        for name, parameter in self.lift.moved.items():
+            released = (lifted.pop(name) / expected_batch_size).to(parameter.dtype)
             parameter.grad = through_hooks(parameter, released)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -152,23 +152,32 @@ def _fill_targets(config: PeftConfig, model: nn.Module) -> None:
     from peft.utils import constants
 
     kind = str(config.peft_type.value)
-    table = getattr(PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type], "target_module_mapping", None)
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+    table = getattr(tuner, "target_module_mapping", None)
+    if hasattr(tuner, "default_targets"):  # one of ours: read from the model itself
+        _set_targets(config, model, tuner.default_targets(model, config))
+        return
     if kind == "IA3":
         table = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
     if not table:
         return  # the tuner finds its own places (trainable tokens, adaption prompt)
-    found = targets.default_targets(model, table, norms=kind == "LN_TUNING")
-    if found is None:
+    _set_targets(config, model, targets.default_targets(model, table, norms=kind == "LN_TUNING"))
+    if kind == "IA3":
+        feedforward = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
+        own = feedforward.get(getattr(model.config, "model_type", ""), []) if table else []
+        config.feedforward_modules = {name for name in own if name in config.target_modules}
+
+
+def _set_targets(
+    config: PeftConfig, model: nn.Module, found: list[str] | set[str] | str | None
+) -> None:
+    if not found:
         raise ArgumentError(
             f"No default target_modules are known for {type(model).__name__}. Pass "
             f"target_modules=[...] or 'all-linear'. Linear layers here: "
             f"{targets.describe_linear_layers(model)}."
         )
     config.target_modules = found if isinstance(found, str) else set(found)
-    if kind == "IA3":
-        feedforward = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
-        own = feedforward.get(getattr(model.config, "model_type", ""), []) if table else []
-        config.feedforward_modules = {name for name in own if name in found}
 
 
 def _check_prefix(config: PeftConfig, model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dppeft import _validate
+from dppeft.tuners.joining import join_peft
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -71,6 +72,27 @@ METHODS: dict[str, MethodInfo] = {
         paper="https://arxiv.org/abs/2403.12313",
         options=_LORA,
         peft_type="LORA",
+    ),
+    "adapter": MethodInfo(
+        name="adapter",
+        description="A bottleneck network behind attention and feed-forward part of each block.",
+        paper="https://arxiv.org/abs/1902.00751",
+        options={"bottleneck": 48, "placement": "houlsby", "activation": "gelu", "bias": False},
+        peft_type="ADAPTER",
+    ),
+    "compacter": MethodInfo(
+        name="compacter",
+        description="Bottleneck networks whose matrices are sums of small Kronecker products.",
+        paper="https://arxiv.org/abs/2106.04647",
+        options={"bottleneck": 96, "n": 8, "shared": True},
+        peft_type="COMPACTER",
+    ),
+    "rgp": MethodInfo(
+        name="rgp",
+        description="Full matrices, through low-rank carriers of each example's gradient.",
+        paper="https://arxiv.org/abs/2106.09352",
+        options={"r": 8, "history": "update", "sides": "both", "clip": "tangent"},
+        peft_type="RGP",
     ),
     "bitfit": MethodInfo(
         name="bitfit",
@@ -146,6 +168,7 @@ def config_class(method: MethodInfo) -> type[PeftConfig]:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     from peft.utils import PeftType
 
+    join_peft()
     return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(method.peft_type)]
 
 
@@ -195,6 +218,7 @@ def _lora_layers(model: PeftModel) -> list[Any]:
 def _all_methods() -> dict[str, MethodInfo]:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
+    join_peft()
     table: dict[str, MethodInfo] = {}
     for name, method in METHODS.items():
         options = dict(method.options)

@@ -33,6 +33,22 @@ _QUERY_VALUE = (
     ("c_attn",),  # GPT-2
     ("in_proj",),  # DeBERTa
 )
+# Output projections of (attention, feed-forward part) of a block, as regular expressions for the
+# last words of a name. One line per convention; a convention counts when both are there.
+_BLOCK_OUTPUTS = (
+    (r"\w*attention\.output\.dense", r"(?<!attention\.)output\.dense"),  # BERT, RoBERTa, DeBERTa
+    (r"attention\.out_lin", r"ffn\.lin2"),  # DistilBERT
+    (r"attention\.dense", r"ffn_output"),  # ALBERT
+    (r"attention\.attn\.o", r"(?<!attention\.)output\.dense"),  # MPNet
+    (r"\w*attn\.(?:o_proj|out_proj)", r"(?:mlp\.down_proj|fc2)"),  # Llama, Qwen, BART, OPT
+    (r"attention\.o_proj", r"mlp\.fc2"),  # ViT
+    (r"(?:attn|crossattention)\.c_proj", r"mlp\.c_proj"),  # GPT-2
+    (r"\w*Attention\.o", r"DenseReluDense\.wo"),  # T5
+    (r"\w*attention\.dense", r"mlp\.dense_4h_to_h"),  # GPT-NeoX, BLOOM, Falcon
+    (r"attn\.Wo", r"mlp\.Wo"),  # ModernBERT
+    (r"attn\.out_proj", r"mlp\.fc_out"),  # GPT-J
+    (r"attention\.out_proj", r"mlp\.c_proj"),  # GPT-Neo
+)
 # What a classification head is called where nothing but its name tells: plain nn.Modules.
 _HEAD_NAMES = ("classifier", "score", "classification_head", "head", "fc", "qa_outputs")
 
@@ -105,9 +121,55 @@ def all_linear(model: nn.Module, trained_whole: list[str]) -> set[str] | str:
         for name in linear_layers(model)
         if modules[name] is not output and not f"{name}.".startswith(whole)
     }
-    also = {name for name in modules if name not in chosen and _hits(list(chosen), name)}
-    # PEFT takes the last words of a name; where they are not enough, a regular expression is.
+    return _exactly(chosen, modules)
+
+
+def _exactly(chosen: set[str], names: Iterable[str]) -> set[str] | str:
+    """These modules and no others: PEFT takes the last words of a name, or a regular expression."""
+    also = {name for name in names if name not in chosen and _hits(list(chosen), name)}
     return "|".join(re.escape(name) for name in sorted(chosen)) if also else chosen
+
+
+def block_outputs(model: nn.Module, *, attention: bool) -> str | None:
+    """The layers whose output a bottleneck follows: of each block's feed-forward part.
+
+    Args:
+        model: bare.
+        attention: those of the attention parts, too.
+
+    Returns:
+        A regular expression as PEFT takes it; None where the names fit no convention.
+    """
+    names = linear_layers(model)
+    for of_attention, of_feed_forward in _BLOCK_OUTPUTS:
+        both = [rf"(?:.*\.)?{pattern}" for pattern in (of_attention, of_feed_forward)]
+        if all(any(re.fullmatch(pattern, name) for name in names) for pattern in both):
+            return "|".join(both) if attention else both[1]
+    return None
+
+
+def block_matrices(model: nn.Module, trained_whole: list[str]) -> set[str] | str | None:
+    """Every linear and 2-d convolution layer of the blocks, as PEFT takes targets.
+
+    Blocks are what has a number in its name. A model without linear layers there (a convolutional
+    network) is taken whole, but for its output layer and what trains whole.
+    """
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = dict(model.named_modules())
+    whole = tuple(f"{name}." for name in trained_whole)
+    chosen = {
+        name
+        for name in [*linear_layers(model), *_convolutions(model)]
+        if modules[name] is not output and not f"{name}.".startswith(whole)
+    }
+    inside = {name for name in chosen if re.search(r"\.\d+\.", name)}
+    if all(isinstance(modules[name], nn.Conv2d) for name in inside):
+        inside = chosen
+    return _exactly(inside, modules) or None
+
+
+def _convolutions(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
 
 
 def missing_targets(model: nn.Module, targets: Iterable[str]) -> list[str]:
