@@ -66,16 +66,16 @@ def measure(repeats: int) -> dict[str, Any]:
 
 def _compare(kind: str, length: int, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Milliseconds and GFLOP of a step of each contestant; the ratios."""
-    batch = _batch(kind, length)
-    contestants: dict[str, Work] = {PLAIN: _plain(kind, batch), OURS: _ours(kind, batch)}
+    batch = make_batch(kind, length)
+    contestants: dict[str, Work] = {PLAIN: plain(kind, batch), OURS: _ours(kind, batch)}
     ghost, refused = GHOST, ""
     try:
-        contestants[ghost] = _ghost(kind, batch)
+        contestants[ghost] = ghost_clipping(kind, batch)
     except Exception as error:  # whatever stops Opacus is what we report
         refused = _reason(error)
         if kind == "GPT-2":
             ghost = f"{GHOST}, head not tied"
-            contestants[ghost] = _ghost(kind, batch, tied=False)
+            contestants[ghost] = ghost_clipping(kind, batch, tied=False)
     times = interleaved(contestants, repeats)
     operations = {name: flops(work) for name, work in contestants.items()}
     measured = {
@@ -99,16 +99,16 @@ def _compare(kind: str, length: int, repeats: int) -> tuple[dict[str, Any], dict
     return measured, ratios
 
 
-def _model(kind: str, *, tied: bool = True) -> nn.Module:
+def make_model(kind: str, *, tied: bool = True, width: int = 384) -> nn.Module:
     """Small enough for a CPU; the same weights for all contestants."""
     torch.manual_seed(0)
     if kind == "BERT":
         config = BertConfig(
             vocab_size=VOCABULARY[kind],
-            hidden_size=384,
+            hidden_size=width,
             num_hidden_layers=4,
-            num_attention_heads=12,
-            intermediate_size=1536,
+            num_attention_heads=width // 32,
+            intermediate_size=4 * width,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             attn_implementation="eager",
@@ -117,9 +117,9 @@ def _model(kind: str, *, tied: bool = True) -> nn.Module:
         return BertForSequenceClassification(config).train()
     config = GPT2Config(
         vocab_size=VOCABULARY[kind],
-        n_embd=384,
+        n_embd=width,
         n_layer=4,
-        n_head=6,
+        n_head=width // 64,
         n_positions=256,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -132,7 +132,7 @@ def _model(kind: str, *, tied: bool = True) -> nn.Module:
     return GPT2LMHeadModel(config).train()
 
 
-def _batch(kind: str, length: int) -> dict[str, Tensor]:
+def make_batch(kind: str, length: int) -> dict[str, Tensor]:
     """Random ids, without padding."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, VOCABULARY[kind], (BATCH, length), generator=generator)
@@ -140,9 +140,11 @@ def _batch(kind: str, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def _plain(kind: str, batch: dict[str, Tensor], *, accumulated: bool = True) -> Work:
+def plain(
+    kind: str, batch: dict[str, Tensor], *, accumulated: bool = True, width: int = 384
+) -> Work:
     """Gradients of the mean loss, as everybody makes them; added to ``.grad`` if wanted."""
-    model = _model(kind)
+    model = make_model(kind, width=width)
 
     def work() -> None:
         if not accumulated:
@@ -154,15 +156,17 @@ def _plain(kind: str, batch: dict[str, Tensor], *, accumulated: bool = True) -> 
 
 def _ours(kind: str, batch: dict[str, Tensor]) -> Work:
     """Clipped gradients, added to the sum of a logical batch."""
-    model = _model(kind)
+    model = make_model(kind)
     engine = make_engine(model, loss=default_loss(model))
     totals = engine.zero_sum(max_grad_norm=NORM).grads
     return lambda: engine.clipped_sum(batch, max_grad_norm=NORM, into=totals)
 
 
-def _ghost(kind: str, batch: dict[str, Tensor], *, tied: bool = True) -> Work:
+def ghost_clipping(
+    kind: str, batch: dict[str, Tensor], *, tied: bool = True, width: int = 384
+) -> Work:
     """Opacus's two backward passes, its own sum of batches; an error if it makes another sum."""
-    model = _model(kind, tied=tied)
+    model = make_model(kind, tied=tied, width=width)
     module = GradSampleModuleFastGradientClipping(
         model, loss_reduction="mean", max_grad_norm=NORM, strict=False
     )
@@ -197,7 +201,7 @@ def _ghost(kind: str, batch: dict[str, Tensor], *, tied: bool = True) -> Work:
         optimizer.step()  # adds up, and waits for the rest of the logical batch
 
     work()
-    _check_sum(model, _model(kind, tied=tied), batch)
+    _check_sum(model, make_model(kind, tied=tied, width=width), batch)
     return work
 
 
@@ -218,9 +222,9 @@ def _reason(error: Exception) -> str:
 
 def _peak(which: str) -> dict[str, float]:
     """Whole process and steps alone, of two steps on the BERT."""
-    batch = _batch("BERT", 128)
-    plain = which == "plain"
-    work = _plain("BERT", batch, accumulated=False) if plain else _ours("BERT", batch)
+    batch = make_batch("BERT", 128)
+    without = which == "plain"
+    work = plain("BERT", batch, accumulated=False) if without else _ours("BERT", batch)
     before = peak_mib()
     for _ in range(2):
         work()
