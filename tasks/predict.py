@@ -1,4 +1,4 @@
-"""Classify sentences with a shared adapter: plain PEFT, no dppeft needed to load it.
+"""Classify sentences with a shared adapter: plain PEFT, which knows our own kinds from dppeft.
 
 python -m tasks.predict movie_reviews runs/my-adapter "a joy from start to finish"
 """
@@ -6,6 +6,7 @@ python -m tasks.predict movie_reviews runs/my-adapter "a joy from start to finis
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,10 @@ def main(
     base_folder = model or str(demo_encoder())
     tokenizer = AutoTokenizer.from_pretrained(base_folder)
     base = build_classifier(base_folder, num_labels=len(classes))
-    if (adapter / "adapter_config.json").is_file():
+    config = adapter / "adapter_config.json"
+    if config.is_file():
+        if json.loads(config.read_text())["peft_type"] in ("ADAPTER", "COMPACTER", "RGP"):
+            import dppeft
         tuned = PeftModel.from_pretrained(base, adapter)
     else:  # method `full` shares whole weights, which are not in PEFT's form
         import dppeft

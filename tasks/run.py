@@ -7,7 +7,6 @@ accelerate launch --cpu --num_processes 2 -m tasks.run movie_reviews
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import os
@@ -15,14 +14,13 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dppeft.errors import ArgumentError, DppeftError
@@ -54,6 +52,7 @@ class Settings:
     output: Path
     sentences: Sequence[str]
     rows: int | None
+    result: Path | None = None
     engine_options: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
 
@@ -80,6 +79,7 @@ def main(
     engine: Annotated[str, typer.Option(help="auto or opacus.")] = "auto",
     precision: Annotated[str, typer.Option(help="auto, float32 or bf16.")] = "auto",
     seed: Annotated[int | None, typer.Option(help="Reproducible, and marked so.")] = None,
+    result: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Train a task privately and report the result beside what is simpler."""
     started = time.strftime("%Y%m%d-%H%M%S")
@@ -94,6 +94,7 @@ def main(
         output=output or Path("runs") / f"{task}-{method}-eps{epsilon:g}-{started}",
         sentences=predict or SENTENCES,
         rows=rows,
+        result=result,
         engine_options={"engine": engine, "precision": precision, "seed": seed},
         recipe={
             "epochs": epochs,
@@ -121,6 +122,7 @@ def run_task(settings: Settings) -> None:
     import dppeft
     from dppeft.text import TokenDataset
     from tasks.common import demo_encoder
+    from tasks.reporting import write_figures
     from tasks.training import encode, without_privacy
 
     logging.disable_progress_bar()
@@ -153,21 +155,35 @@ def run_task(settings: Settings) -> None:
         method=settings.method,
         engine_options={**settings.engine_options, "accelerator": accelerator},
     )
-    start = time.perf_counter()
     model, done = work.train(plan, "private")
     console.print(
-        f"trained {plan.steps} steps in {time.perf_counter() - start:.0f} s: "
-        f"{done.examples_per_second:.0f} examples/s with the adapter"
+        f"trained {plan.steps} steps: {done.seconds:.0f} s with the adapter in place, "
+        f"{done.examples_per_second:.0f} examples/s"
     )
-    models = {f"private {settings.method}": model}
+    models, fits = {f"private {settings.method}": model}, [done]
     if settings.compare:
-        other, _ = work.train(without_privacy(plan), "without privacy")
+        other, done_without = work.train(without_privacy(plan), "without privacy")
         models["the same recipe without privacy"] = other
-    for rows in task.evaluation:
-        work.report(rows, models, plan)
+        fits.append(done_without)
+    scores = [work.report(rows, models, plan) for rows in task.evaluation]
     if accelerator.is_main_process:
-        share(console, settings, model, done.run)
+        size = share(console, settings, model, done.run)
+        if settings.result is not None:
+            about = {"task": task, "method": settings.method, "epsilon": settings.epsilon}
+            about |= {"command": command_of(settings), "model": model, "size": size}
+            about["model_name"] = Path(folder).name if settings.model else "MiniLM-L6"
+            write_figures(settings.result, fits=fits, scores=scores, **about)
     accelerator.wait_for_everyone()
+
+
+def command_of(settings: Settings) -> str:
+    """The command line that makes such a run again."""
+    changed = {name: value for name, value in settings.recipe.items() if value is not None}
+    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in changed.items())
+    return (
+        f"python -m tasks.run {settings.task} --method {settings.method} "
+        f"--epsilon {settings.epsilon:g}{options}"
+    )
 
 
 def load_task(settings: Settings, folder: str) -> Task:
@@ -205,6 +221,7 @@ class Work:
         """A fresh model, trained by the plan."""
         import dppeft
         from tasks.classifier import build_classifier
+        from tasks.reporting import progress_bar
         from tasks.training import adapted_layers, fit
         from tasks.warm_start import part_of, warm_start
 
@@ -237,7 +254,7 @@ class Work:
             )
         return model, done
 
-    def report(self, rows: Rows, models: dict[str, Any], plan: Any) -> None:
+    def report(self, rows: Rows, models: dict[str, Any], plan: Any) -> dict[str, float]:
         """The first model's accuracy on its own line, and a table beside what is simpler."""
         from tasks.classifier import predict
         from tasks.training import accuracy, encode, majority_accuracy, words_accuracy
@@ -262,6 +279,7 @@ class Work:
         self.console.print(table)
         main_score = next(iter(scores.values()))
         self.console.print(f"accuracy: {main_score:.3f} on {len(rows)} {rows.name}")
+        return scores
 
 
 def check_before_loading(settings: Settings) -> None:
@@ -290,39 +308,12 @@ def print_plan(console: Console, settings: Settings, task: Task, plan: Any) -> N
     console.print(plan.explain())
 
 
-@contextlib.contextmanager
-def progress_bar(console: Console, plan: Any, title: str) -> Iterator[Any]:
-    """A bar of public facts only: steps, epsilon spent, expected examples per second."""
-    columns = (
-        TextColumn(title),
-        BarColumn(),
-        TextColumn("step {task.completed}/{task.total}"),
-        TextColumn("epsilon {task.fields[epsilon]}"),
-        TextColumn("{task.fields[speed]:.0f} examples/s"),
-        TimeRemainingColumn(),
-    )
-    start = time.perf_counter()
-    every = max(1, plan.steps // 10)  # composing the accountant takes longer than drawing a bar
-    with Progress(*columns, console=console, transient=True) as bar:
-        line = bar.add_task(title, total=plan.steps, epsilon="0.00", speed=0.0)
+def share(console: Console, settings: Settings, model: Any, run: Any) -> int:
+    """Export, say what is shared under which guarantee, read it back in a new process.
 
-        def advance(step: int) -> None:
-            speed = step * plan.expected_batch_size / (time.perf_counter() - start)
-            bar.update(line, completed=step, speed=speed)
-            if step % every == 0:
-                epsilon = f"{plan.epsilon(steps=step):.2f}"
-                bar.update(line, epsilon=epsilon)
-                if not console.is_terminal:  # a log file shows no bar
-                    console.print(
-                        f"{title}: step {step}/{plan.steps}, epsilon {epsilon}, "
-                        f"{speed:.0f} examples/s"
-                    )
-
-        yield advance
-
-
-def share(console: Console, settings: Settings, model: Any, run: Any) -> None:
-    """Export, say what is shared under which guarantee, read it back in a new process."""
+    Returns:
+        The bytes shared.
+    """
     import dppeft
 
     spent = run.spent()
@@ -347,6 +338,7 @@ def share(console: Console, settings: Settings, model: Any, run: Any) -> None:
         raise ArgumentError(f"The shared folder could not be read back: {done.stderr[-500:]}")
     console.print("read back in a new process with peft.PeftModel.from_pretrained:")
     console.print(done.stdout, end="", markup=False)
+    return size
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""How a run is shown while it goes on, and what is kept of it for the table."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tasks.common import Task
+from tasks.results import Result, write_results
+from tasks.training import Fit
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, plan: Any, title: str) -> Iterator[Any]:
+    """A bar of public facts only: steps, epsilon spent, expected examples per second."""
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        TextColumn("step {task.completed}/{task.total}"),
+        TextColumn("epsilon {task.fields[epsilon]}"),
+        TextColumn("{task.fields[speed]:.0f} examples/s"),
+        TimeRemainingColumn(),
+    )
+    start = time.perf_counter()
+    every = max(1, plan.steps // 10)  # composing the accountant takes longer than drawing a bar
+    with Progress(*columns, console=console, transient=True) as bar:
+        line = bar.add_task(title, total=plan.steps, epsilon="0.00", speed=0.0)
+
+        def advance(step: int) -> None:
+            speed = step * plan.expected_batch_size / (time.perf_counter() - start)
+            bar.update(line, completed=step, speed=speed)
+            if step % every == 0:
+                epsilon = f"{plan.epsilon(steps=step):.2f}"
+                bar.update(line, epsilon=epsilon)
+                if not console.is_terminal:  # a log file shows no bar
+                    console.print(
+                        f"{title}: step {step}/{plan.steps}, epsilon {epsilon}, "
+                        f"{speed:.0f} examples/s"
+                    )
+
+        yield advance
+
+
+def write_figures(  # noqa: PLR0913 - all that a line of the table says
+    path: Path,
+    *,
+    command: str,
+    task: Task,
+    method: str,
+    epsilon: float,
+    model_name: str,
+    fits: Sequence[Fit],
+    scores: Sequence[dict[str, float]],
+    model: Any,
+    size: int,
+) -> None:
+    """The private run, and the one without privacy where there was one; one file.
+
+    Args:
+        path: of the file.
+        command: that makes the run again.
+        task: what was trained on.
+        method: what trained.
+        epsilon: of the private run.
+        model_name: of the base model.
+        fits: the runs, the private one first.
+        scores: for each evaluation set, accuracy by run in the same order.
+        model: the private one.
+        size: bytes shared of it.
+    """
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    results = []
+    for rows, of_rows in zip(task.evaluation, scores, strict=True):
+        for number, (done, value) in enumerate(zip(fits, of_rows.values(), strict=True)):
+            results.append(
+                Result(
+                    task=f"{task.name} ({rows.name})" if len(scores) > 1 else task.name,
+                    model=model_name,
+                    method=method,
+                    epsilon=None if number else epsilon,
+                    metric="accuracy",
+                    value=value,
+                    trained_parameters=trained,
+                    examples_per_second=done.examples_per_second,
+                    seconds=done.seconds,
+                    private_rows=len(task.train),
+                    bytes_shared=None if number else size,
+                    command=command,
+                )
+            )
+    write_results(path, results)
