@@ -37,6 +37,17 @@ class Rows:
         )
 
 
+# Adam moves each trained number by about its rate, whatever the gradient's size; what that does to
+# the outputs differs by method. Full matrices have hundreds of numbers in each sum.
+METHOD_RATES = {
+    "adapter": 0.5,
+    "bitfit": 2.0,
+    "compacter": 2.0,
+    "full": 0.05,
+    "rgp": 0.05,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a task is trained when the command line says nothing else.
@@ -60,6 +71,10 @@ class Recipe:
     max_grad_norm: float = 0.1
     clipping: str = "flat"
     label_smoothing: float = 0.0
+
+    def for_method(self, method: str) -> Recipe:
+        """The same with the rate that suits what the method trains, if it says any."""
+        return replace(self, lr=self.lr * METHOD_RATES.get(method, 1.0))
 
     def steps(self, num_examples: int) -> int:
         """All private steps on so many rows, the warm start's included; exact, as in a plan."""

@@ -195,7 +195,7 @@ def load_task(settings: Settings, folder: str) -> Task:
     return dataclasses.replace(
         task,
         recipe=with_settings(
-            task.recipe,
+            task.recipe.for_method(settings.method),
             # A warm start needs a head that reads nothing but the encoder's features.
             head_steps=None if stated_pooling(Path(folder)) else 0,
             **settings.recipe,

@@ -178,7 +178,9 @@ class BottleneckModel(OwnTuner):
     @staticmethod
     def default_targets(model: nn.Module, config: Any) -> set[str] | str | None:
         """Output projections of the blocks, by the architectures' naming conventions."""
-        return targets.block_outputs(model, attention=config.placement == "houlsby")
+        return targets.block_outputs(
+            model, attention=config.placement == "houlsby", layers=config.layers_to_transform
+        )
 
     def make_layer(self, target: nn.Module, adapter_name: str, config: Any) -> nn.Module:
         """A network behind a linear layer."""

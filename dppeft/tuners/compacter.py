@@ -63,19 +63,45 @@ class CompacterConfig(OwnConfig):
             raise ValueError(f"init={self.init!r}; expected one of {INITS}.")
 
 
+class Mix(nn.Module):
+    """The A_i, each applied across the blocks of its own part: weight (n, n, n) = (i, a, j)."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n, n, n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, i, a, P) -> (B, i, j, P)."""
+        return self.weight.transpose(1, 2) @ x
+
+    def example_gradients(self, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+        """Each example's gradient, (B, n, n, n)."""
+        return {"weight": x @ grad.mT}
+
+    @torch.no_grad()
+    def start(self, init: str) -> None:
+        """Start values."""
+        for part in self.weight.unbind(0):
+            if init == "identity":
+                part.normal_(std=1 / math.sqrt(len(part)))
+            elif init == "yu2022":
+                nn.init.xavier_normal_(part, gain=math.sqrt(2))
+            else:
+                part.normal_(std=0.01)
+
+
 class Kronecker(nn.Module):
     """``y = x W`` with ``W = sum_i A_i (x) (s_i t_i)``, (d, k), which is not formed.
 
-    x is read as n blocks of d / n. Three ordinary layers do the rest, so that whatever clips linear
-    layers and convolutions clips this exactly: s on each block; for each i, A_i across the blocks
-    (a grouped convolution of width 1); t on each block. That takes n r (d + n^2 + k) products for a
-    position, W takes d k: where W is cheaper (high ranks) it is used for inference, which needs no
-    gradient of one example.
+    x is read as n blocks of d / n: s on each block; for each i, A_i across the blocks; t on each
+    block. Three small layers, each with a closed form for one example's gradient. That takes
+    n r (d + n^2 + k) products for a position, W takes d k: where W is cheaper (high ranks) it is
+    used for inference, which needs no gradient of one example.
 
-    Shapes: s.weight (n r, d / n), mix.weight (n n, n, 1), t.weight (k / n, n r).
+    Shapes: s.weight (n r, d / n), mix.weight (n, n, n), t.weight (k / n, n r).
     """
 
-    def __init__(self, d: int, k: int, *, n: int, rank: int, mix: nn.Conv1d) -> None:
+    def __init__(self, d: int, k: int, *, n: int, rank: int, mix: Mix) -> None:
         super().__init__()
         for width in (d, k):
             if width % n:
@@ -97,7 +123,7 @@ class Kronecker(nn.Module):
         positions = x[..., 0].numel() // max(batch, 1)
         y = self.s(x.reshape(batch, positions, n, self.d // n))  # (B, T, a, i r)
         y = y.view(batch, positions, n, n, rank).permute(0, 3, 2, 1, 4)  # (B, i, a, T, r)
-        y = self.mix(y.reshape(batch, n * n, positions * rank))  # (B, i j, T r)
+        y = self.mix(y.reshape(batch, n, n, positions * rank))  # (B, i, j, T r)
         y = y.view(batch, n, n, positions, rank).permute(0, 3, 2, 1, 4)  # (B, T, j, i, r)
         y = self.t(y.reshape(batch, positions, n, n * rank))  # (B, T, j, k / n)
         return y.reshape(*x.shape[:-1], self.k)
@@ -105,10 +131,9 @@ class Kronecker(nn.Module):
     def dense(self) -> Tensor:
         """W (d, k)."""
         n, rank = self.n, self.rank
-        a = self.mix.weight.view(n, n, n)  # (i, j, a)
         s = self.s.weight.view(n, rank, self.d // n)
         t = self.t.weight.view(self.k // n, n, rank)
-        return torch.einsum("ija,irp,qir->apjq", a, s, t).reshape(self.d, self.k)
+        return torch.einsum("iaj,irp,qir->apjq", self.mix.weight, s, t).reshape(self.d, self.k)
 
     @torch.no_grad()
     def start(self, init: str) -> None:
@@ -128,17 +153,9 @@ class Kronecker(nn.Module):
                     nn.init.xavier_uniform_(part, gain=math.sqrt(2))
 
 
-@torch.no_grad()
-def _new_mix(n: int, init: str) -> nn.Conv1d:
-    """One set of A_i, as the weight of a grouped convolution."""
-    mix = nn.Conv1d(n * n, n * n, 1, groups=n, bias=False)
-    for part in mix.weight.view(n, n, n).unbind(0):
-        if init == "identity":
-            part.normal_(std=1 / math.sqrt(n))
-        elif init == "yu2022":
-            nn.init.xavier_normal_(part, gain=math.sqrt(2))
-        else:
-            part.normal_(std=0.01)
+def _new_mix(n: int, init: str) -> Mix:
+    mix = Mix(n)
+    mix.start(init)
     return mix
 
 
@@ -155,7 +172,7 @@ class CompacterLayer(BottleneckLayer):
     adapter_layer_names = ("compacter_networks",)
 
     def __init__(
-        self, base_layer: nn.Module, adapter_name: str, config: Any, shared: dict[str, nn.Conv1d]
+        self, base_layer: nn.Module, adapter_name: str, config: Any, shared: dict[str, Mix]
     ) -> None:
         self._shared = shared  # a plain dictionary: its modules are no children of this one
         super().__init__(base_layer, adapter_name, config)
@@ -175,7 +192,7 @@ class CompacterLayer(BottleneckLayer):
             nn.init.zeros_(up.t.weight)
         return down, up
 
-    def _mix(self, adapter_name: str, config: Any) -> nn.Conv1d:
+    def _mix(self, adapter_name: str, config: Any) -> Mix:
         if not config.shared:
             return _new_mix(config.n, config.init)
         if adapter_name not in self._shared:
@@ -191,7 +208,7 @@ class CompacterModel(BottleneckModel):
 
     def make_layer(self, target: nn.Module, adapter_name: str, config: Any) -> nn.Module:
         """A Kronecker network behind a linear layer."""
-        shared: dict[str, nn.Conv1d] = vars(self).setdefault("_shared", {})
+        shared: dict[str, Mix] = vars(self).setdefault("_shared", {})
         return CompacterLayer(target, adapter_name, config, shared)
 
     @classmethod

@@ -54,6 +54,11 @@ class OwnTuner(BaseTuner):
             if not found:
                 raise ValueError("No default targets are known here: set target_modules.")
             peft_config.target_modules = found
+        if isinstance(peft_config.target_modules, str) and peft_config.layers_to_transform:
+            raise ValueError(  # PEFT would pass over it in silence
+                "layers_to_transform has no effect on target_modules that are a regular "
+                "expression: put the layers into the expression, or list the modules."
+            )
         return peft_config
 
     def _create_and_replace(

@@ -231,7 +231,9 @@ class RgpModel(OwnTuner):
     @staticmethod
     def default_targets(model: nn.Module, config: Any) -> set[str] | str | None:
         """All attention and feed-forward matrices, and convolutions, of the blocks."""
-        return targets.block_matrices(model, list(config.modules_to_save or []))
+        return targets.block_matrices(
+            model, list(config.modules_to_save or []), layers=config.layers_to_transform
+        )
 
     def make_layer(self, target: nn.Module, adapter_name: str, config: Any) -> nn.Module:
         """Carriers beside a linear or convolution layer."""

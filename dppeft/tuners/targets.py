@@ -130,25 +130,35 @@ def _exactly(chosen: set[str], names: Iterable[str]) -> set[str] | str:
     return "|".join(re.escape(name) for name in sorted(chosen)) if also else chosen
 
 
-def block_outputs(model: nn.Module, *, attention: bool) -> str | None:
+def block_outputs(
+    model: nn.Module, *, attention: bool, layers: list[int] | int | None = None
+) -> set[str] | str | None:
     """The layers whose output a bottleneck follows: of each block's feed-forward part.
 
     Args:
         model: bare.
         attention: those of the attention parts, too.
+        layers: numbers of the blocks; None: all.
 
     Returns:
-        A regular expression as PEFT takes it; None where the names fit no convention.
+        Targets as PEFT takes them; None where the names fit no convention.
     """
     names = linear_layers(model)
-    for of_attention, of_feed_forward in _BLOCK_OUTPUTS:
-        both = [rf"(?:.*\.)?{pattern}" for pattern in (of_attention, of_feed_forward)]
-        if all(any(re.fullmatch(pattern, name) for name in names) for pattern in both):
-            return "|".join(both) if attention else both[1]
+    for patterns in _BLOCK_OUTPUTS:
+        of_attention, of_feed_forward = (
+            {name for name in names if re.fullmatch(rf"(?:.*\.)?{pattern}", name)}
+            for pattern in patterns
+        )
+        if of_attention and of_feed_forward:
+            chosen = of_feed_forward | (of_attention if attention else set())
+            chosen = _in_layers(chosen, layers)
+            return _exactly(chosen, [name for name, _ in model.named_modules()])
     return None
 
 
-def block_matrices(model: nn.Module, trained_whole: list[str]) -> set[str] | str | None:
+def block_matrices(
+    model: nn.Module, trained_whole: list[str], *, layers: list[int] | int | None = None
+) -> set[str] | str | None:
     """Every linear and 2-d convolution layer of the blocks, as PEFT takes targets.
 
     Blocks are what has a number in its name. A model without linear layers there (a convolutional
@@ -165,7 +175,16 @@ def block_matrices(model: nn.Module, trained_whole: list[str]) -> set[str] | str
     inside = {name for name in chosen if re.search(r"\.\d+\.", name)}
     if all(isinstance(modules[name], nn.Conv2d) for name in inside):
         inside = chosen
-    return _exactly(inside, modules) or None
+    return _exactly(_in_layers(inside, layers), modules) or None
+
+
+def _in_layers(names: set[str], layers: list[int] | int | None) -> set[str]:
+    """Those in blocks of these numbers: PEFT itself picks no layers among modules named in full."""
+    if layers is None:
+        return names
+    wanted = {layers} if isinstance(layers, int) else set(layers)
+    numbers = {name: re.search(r"\.(\d+)\.", name) for name in names}
+    return {name for name, found in numbers.items() if found and int(found[1]) in wanted}
 
 
 def _convolutions(model: nn.Module) -> list[str]:

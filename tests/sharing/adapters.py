@@ -42,8 +42,8 @@ def trained_numbers(model: nn.Module) -> int:
 def same(a: Tensor, b: Tensor, method: str) -> bool:
     """Equal to the bit, with two exceptions.
 
-    The rounding of Compacter's grouped convolution varies with where its memory lies, and RGP takes
-    displaced coordinates (a test's doing) into the weight when it writes.
+    The rounding of Compacter's small products varies with where its memory lies, and RGP writes
+    displaced coordinates (a test's doing) into the weight.
     """
     close = method in ("compacter", "rgp") and torch.allclose(a, b, rtol=1e-3, atol=1e-4)
     return close or torch.equal(a, b)

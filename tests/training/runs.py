@@ -34,6 +34,19 @@ def adapted_bert(**config: Any) -> nn.Module:
         return wake(dppeft.wrap(build("bert", **config), "lora", r=4))
 
 
+def carried_bert(**options: Any) -> nn.Module:
+    """A tiny BERT whose matrices train through RGP's carriers; the same each time."""
+    return dppeft.wrap(build("bert"), "rgp", r=3, warmup_steps=1, **options)
+
+
+def full_matrices(model: nn.Module) -> dict[str, Tensor]:
+    """What moves under RGP: the matrices, and what they are measured by."""
+    moved = ("rgp_weight", "basis_")
+    return {
+        n: t.detach().clone() for n, t in model.state_dict().items() if any(m in n for m in moved)
+    }
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 

@@ -95,6 +95,20 @@ def test_D3_ranks_use_disjoint_rows_that_make_up_the_draw(shared: list[Any]) -> 
         assert other
 
 
+def test_rgp_moves_full_matrices_as_one_process_does(seen: list[dict[str, Any]]) -> None:
+    one, other = (part["rgp"]["weights"] for part in seen)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    model = runs.carried_bert()
+    plan = runs.make_plan(24, batch_size=12, steps=3, noise_multiplier=0.5, max_grad_norm=0.5)
+    run = dppeft.make_private(
+        model, runs.sgd(model), runs.token_rows(24), plan, precision="float32", seed=5
+    )
+    for batch in run.batches():
+        run.step(batch)
+    for name, value in runs.full_matrices(model).items():
+        torch.testing.assert_close(one[name], value, rtol=1e-3, atol=1e-4)
+
+
 def test_D2_noise_enters_once(seen: list[Any]) -> None:
     seen = [one["noise"] for one in seen]
     assert torch.equal(seen[0]["noise"], seen[1]["noise"])

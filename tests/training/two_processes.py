@@ -55,6 +55,18 @@ class Watched(list):  # type: ignore[type-arg]
         return super().__getitem__(index)
 
 
+def rgp() -> dict[str, Any]:
+    """Three noised steps on full matrices: carriers are made on every rank for itself."""
+    model = runs.carried_bert()
+    plan = runs.make_plan(24, batch_size=12, steps=3, noise_multiplier=0.5, max_grad_norm=0.5)
+    run = dppeft.make_private(
+        model, runs.sgd(model), runs.token_rows(24), plan, precision="float32", seed=5
+    )
+    for batch in run.batches():
+        run.step(batch)
+    return {"weights": runs.full_matrices(model)}
+
+
 def noise() -> dict[str, Any]:
     """Zero gradients, sigma 1, C 0.5: the weight is minus the noise over the batch size."""
     plan = runs.make_plan(64, batch_size=8, steps=1, noise_multiplier=1.0, max_grad_norm=0.5)
@@ -123,6 +135,7 @@ def main(folder: Path) -> None:
     os.environ["XDG_STATE_HOME"] = str(folder / f"state-{RANK}")
     cases: dict[str, Callable[[], dict[str, Any]]] = {
         "clipped_sums": clipped_sums,
+        "rgp": rgp,
         "noise": noise,
         "empty": empty,
         "restored": lambda: restored(folder),

@@ -77,6 +77,19 @@ def test_sits_behind_attention_and_feed_forward(name: str) -> None:
         assert len(layers_of(model)) == count, (placement, list(layers_of(model)))
 
 
+def test_some_layers_only() -> None:
+    model = dppeft.wrap(tiny.build("bert"), "adapter", layers_to_transform=[1])
+    assert len(layers_of(model)) == 2
+    assert all(".layer.1." in name for name in layers_of(model))
+    with pytest.raises(dppeft.DppeftError, match="layers_to_transform has no effect"):
+        dppeft.wrap(
+            tiny.build("bert"),
+            "adapter",
+            target_modules=r".*output\.dense",
+            layers_to_transform=[1],
+        )
+
+
 def test_any_model_by_its_target_modules() -> None:
     net = nn.Sequential()
     net.add_module("inner", nn.Linear(4, 6))

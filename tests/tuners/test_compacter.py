@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import dppeft
-from dppeft.tuners.compacter import Kronecker
+from dppeft.tuners.compacter import Kronecker, _new_mix
 from tests import tiny
 
 D = tiny.WIDTH
@@ -22,7 +22,7 @@ def explicit(module: Kronecker) -> Tensor:
     n, r = module.n, module.rank
     total = torch.zeros(module.d, module.k, dtype=module.s.weight.dtype)
     for i in range(n):
-        a = torch.stack([module.mix.weight[i * n + j, :, 0] for j in range(n)], dim=1)  # (a, j)
+        a = module.mix.weight[i]
         s = module.s.weight[i * r : (i + 1) * r].T  # (d / n, r)
         t = module.t.weight[:, i * r : (i + 1) * r].T  # (r, k / n)
         total += torch.kron(a, s @ t)
@@ -33,7 +33,7 @@ def explicit(module: Kronecker) -> Tensor:
 @pytest.mark.parametrize("shape", [(5, 12), (2, 7, 12), (2, 3, 4, 12)])
 def test_forward_is_an_explicit_dense_product(rank: int, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    mix = nn.Conv1d(16, 16, 1, groups=4, bias=False)
+    mix = _new_mix(4, "identity")
     module = Kronecker(12, 8, n=4, rank=rank, mix=mix).double()
     x = torch.randn(shape, dtype=torch.float64)
     dense = explicit(module)
@@ -44,8 +44,8 @@ def test_forward_is_an_explicit_dense_product(rank: int, shape: tuple[int, ...])
 
 
 def test_factored_and_dense_inference_take_turns_by_cost() -> None:
-    cheap = Kronecker(768, 96, n=8, rank=1, mix=nn.Conv1d(64, 64, 1, groups=8, bias=False))
-    dear = Kronecker(32, 8, n=8, rank=4, mix=nn.Conv1d(64, 64, 1, groups=8, bias=False))
+    cheap = Kronecker(768, 96, n=8, rank=1, mix=_new_mix(8, "identity"))
+    dear = Kronecker(32, 8, n=8, rank=4, mix=_new_mix(8, "identity"))
     for module, formed in ((cheap, 0), (dear, 1)):
         calls: list[int] = []
         dense = module.dense
@@ -110,7 +110,7 @@ def test_start_values() -> None:
     torch.manual_seed(0)
     spread = {}
     for init in ("identity", "yu2022", "mahabadi2021"):
-        mix = nn.Conv1d(64, 64, 1, groups=8, bias=False)
+        mix = _new_mix(8, init)
         module = Kronecker(768, 96, n=8, rank=1, mix=mix)
         module.start(init)
         spread[init] = tuple(float(p.detach().std()) for p in (module.s.weight, module.t.weight))
@@ -125,8 +125,6 @@ def test_start_values() -> None:
 
 def test_identity_keeps_the_variance_of_its_input() -> None:
     torch.manual_seed(0)
-    from dppeft.tuners.compacter import _new_mix
-
     x = torch.randn(4, 50, 384)
     variances = []
     for _ in range(20):

@@ -1,0 +1,60 @@
+"""The table of results says what the files say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dppeft.errors import DataError
+from tasks.results import Result, read_results, write_results
+from tasks.table import END, README, START, into_readme, table
+
+
+def result(**changes: object) -> Result:
+    fields: dict[str, object] = {
+        "task": "sst2",
+        "model": "MiniLM-L6",
+        "method": "lora",
+        "epsilon": 8.0,
+        "metric": "accuracy",
+        "value": 0.8,
+        "trained_parameters": 1234,
+        "examples_per_second": 100.0,
+        "seconds": 10.0,
+        "private_rows": 5,
+        "command": "python -m tasks.run sst2",
+    }
+    return Result(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_runs_of_one_setting_share_a_line() -> None:
+    runs = [result(value=0.80), result(value=0.82), result(value=0.84)]
+    other = [result(epsilon=None, value=0.9), result(method="rgp", bytes_shared=2000)]
+    lines = table([*runs, *other]).splitlines()
+    assert lines[2] == "| sst2, MiniLM-L6 | lora | 1,234 | no privacy | 0.900 | 1 |  | 100 |  |"
+    assert lines[3].startswith(
+        "| sst2, MiniLM-L6 | lora | 1,234 | 8 | 0.820 | 3 | 0.800 to 0.840 |"
+    )
+    assert lines[4].endswith("| 2,000 |")
+    assert len(lines) == 5
+
+
+def test_results_are_written_and_read(tmp_path: Path) -> None:
+    rows = [result(), result(epsilon=3.0)]
+    write_results(tmp_path / "a" / "one.json", rows)
+    assert read_results(tmp_path / "a") == rows
+    (tmp_path / "a" / "two.json").write_text('[{"task": "x"}]')
+    with pytest.raises(DataError, match="two.json holds no results"):
+        read_results(tmp_path / "a")
+
+
+def test_only_the_part_between_the_marks_changes() -> None:
+    text = f"before\n{START}\nold\n{END}\nafter"
+    assert into_readme(text, "new") == f"before\n{START}\n\nnew\n\n{END}\nafter"
+
+
+def test_the_readme_holds_the_committed_results() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count(START) == text.count(END) == 1
+    assert table(read_results()) in text
