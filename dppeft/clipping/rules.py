@@ -2,8 +2,8 @@
 
 A rule is ``(layer, x, grad) -> {parameter name: Term}`` with the batch on the first axis of both.
 Weights that act as matrices have rules of their own, which keep the factors of the gradient
-(Li et al. 2022, Sec. 4; Bu et al. 2023). Normalisations and convolutions use Opacus's registered
-grad samplers, wherever those are right. Whatever has no rule here is replayed (``replay.py``).
+(Li et al. 2022, Sec. 4; Bu et al. 2023). Other normalisations and convolutions use Opacus's
+registered grad samplers, wherever those are right. Whatever has no rule here is replayed (``replay.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import opacus.grad_sample  # noqa: F401  (fills the registry below)
 import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from dppeft.clipping.terms import Dense, Lookup, Outer, Term, at_least_float32
@@ -94,7 +95,26 @@ def embedding(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
     ids, grad = x.reshape(x.shape[0], -1), _positions(grad)
     if layer.padding_idx is not None:
         grad = grad.masked_fill((ids == layer.padding_idx)[..., None], 0)
-    return {"weight": Lookup(ids, grad, layer.num_embeddings)}
+    return {"weight": Lookup(ids, grad, layer.num_embeddings).compact()}
+
+
+def layer_norm(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
+    """``y = w * xhat + b``: ``dw_i = sum_t xhat_it * grad_it``, ``db_i = sum_t grad_it``.
+
+    x and grad are (B, *, *normalized_shape).
+    """
+    assert isinstance(layer, nn.LayerNorm)
+    shape = layer.normalized_shape
+    x, grad = (at_least_float32(part.reshape(len(part), -1, *shape)) for part in (x, grad))
+    if len(shape) == 1:
+        grad, x = _reached(grad, x)
+    terms: dict[str, Term] = {}
+    if layer.weight.requires_grad:
+        normal = functional.layer_norm(x, shape, eps=layer.eps)
+        terms["weight"] = Dense(normal.mul_(grad).sum(1))
+    if layer.bias is not None and layer.bias.requires_grad:
+        terms["bias"] = Dense(grad.sum(1))
+    return terms
 
 
 def biases_alone(_layer: nn.Module, _x: Tensor, grad: Tensor) -> dict[str, Term]:
@@ -115,10 +135,6 @@ def from_opacus(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Term]:
     samples = sampler(layer, [at_least_float32(x)], at_least_float32(grad))
     names = {param: name for name, param in layer.named_parameters(recurse=False)}
     return {names[param]: Dense(sample) for param, sample in samples.items()}
-
-
-def _has_bias(layer: nn.Module) -> bool:
-    return getattr(layer, "bias", None) is not None
 
 
 def _pads_with_zeros(layer: nn.Module) -> bool:
@@ -143,7 +159,7 @@ RULES: dict[type[nn.Module], tuple[Rule, Callable[[nn.Module], bool]]] = {
     nn.Linear: (linear, _always),
     Conv1D: (conv1d_gpt2, _always),
     nn.Embedding: (embedding, _looks_up_only),
-    nn.LayerNorm: (from_opacus, _has_bias),  # Opacus's rule reads layer.bias unconditionally
+    nn.LayerNorm: (layer_norm, _always),
     nn.RMSNorm: (from_opacus, _always),
     nn.GroupNorm: (from_opacus, _always),
     nn.Conv1d: (from_opacus, _pads_with_zeros),

@@ -186,6 +186,10 @@ class Lookup(Factored):
     def dtype(self) -> torch.dtype:
         return self.grad.dtype
 
+    def compact(self) -> Term:
+        """The gradients themselves where the table has no more rows than there are positions."""
+        return Dense(self.instantiate()) if self.num_rows <= self.ids.shape[1] else self
+
     def instantiate(self, rows: slice = _ALL) -> Tensor:
         ids, grad = self.ids[rows], self.grad[rows]
         table = grad.new_zeros(len(ids), self.num_rows, grad.shape[-1])

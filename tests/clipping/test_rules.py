@@ -30,6 +30,7 @@ LAYERS = {
     "linear, no bias": (lambda: nn.Linear(4, 3, bias=False), (7, 4)),
     "conv1d of gpt-2": (lambda: Conv1D(3, 4), (7, 4)),
     "layer norm": (lambda: nn.LayerNorm(4), (7, 4)),
+    "layer norm without bias": (lambda: nn.LayerNorm(4, bias=False), (7, 4)),
     "layer norm over two axes": (lambda: nn.LayerNorm((7, 4)), (2, 7, 4)),
     "rms norm": (lambda: nn.RMSNorm(4, eps=1e-6), (7, 4)),
     "group norm": (lambda: nn.GroupNorm(2, 4), (4, 3, 3)),
@@ -198,7 +199,6 @@ def test_a_rule_is_not_inherited_with_another_forward() -> None:
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.LayerNorm(4, bias=False),
         nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"),
         nn.Embedding(4, 3, scale_grad_by_freq=True),
         nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
