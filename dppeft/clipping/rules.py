@@ -3,7 +3,8 @@
 A rule is ``(layer, x, grad) -> {parameter name: Term}`` with the batch on the first axis of both.
 Weights that act as matrices have rules of their own, which keep the factors of the gradient
 (Li et al. 2022, Sec. 4; Bu et al. 2023). Other normalisations and convolutions use Opacus's
-registered grad samplers, wherever those are right. Whatever has no rule here is replayed (``replay.py``).
+registered grad samplers, wherever those are right. Whatever has no rule here is replayed
+(``replay.py``).
 """
 
 from __future__ import annotations
