@@ -132,6 +132,8 @@ class RgpLayer(OwnLayer):
         """
         for name in self.present() if names is None else names:
             config = self.configs[name]
+            if self.rgp_weight[name].is_meta:  # values are yet to be loaded
+                continue
             self._absorb(name)
             if step % config.decompose_every:
                 continue
@@ -263,21 +265,20 @@ class RgpModel(OwnTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """PEFT's names; carriers stay, with nothing displaced."""
+        """PEFT's names, and carriers to begin with: nothing displaced, directions to be rebuilt."""
         found = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         for name, tensor in model.state_dict().items():
             if f".rgp_carriers.{adapter_name}." in name:
-                is_basis = ".basis_" in name
-                found.setdefault(name, tensor if is_basis else torch.zeros_like(tensor))
+                start = torch.eye if ".basis_" in name else torch.zeros
+                found.setdefault(name, start(*tensor.shape, dtype=tensor.dtype))
         return found
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         for layer in self.model.modules():
             if isinstance(layer, RgpLayer) and adapter_name in layer.rgp_weight:
-                layer.rgp_weight[adapter_name].requires_grad_(
-                    False
-                )  # a new tensor would require it
+                weight = layer.rgp_weight[adapter_name]
+                weight.requires_grad_(False)  # a tensor that was cast is a new one, and would
 
 
 def _refuse_unfit(base: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 import dppeft
@@ -358,3 +359,30 @@ def test_historical_carriers_recover_a_low_rank_optimum_that_random_ones_do_not(
         (layer,) = layers_of(model).values()
         errors[history] = float((layer.matrix("default") - target).norm() / target.norm())
     assert errors["update"] < 0.7 * errors["random"], errors
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_plain_peft_loads_it_also_by_way_of_empty_tensors(
+    low_cpu_mem_usage: bool, tmp_path: Path
+) -> None:
+    model = dppeft.wrap(tiny.build("bert"), "rgp")
+    with torch.no_grad():
+        for layer in layers_of(model).values():
+            layer.rgp_weight["default"].add_(0.01)
+    folder = dppeft.export(model, tmp_path / "out")
+    again = PeftModel.from_pretrained(
+        tiny.build("bert"), folder, low_cpu_mem_usage=low_cpu_mem_usage
+    )
+    batch = tiny.make_batch("bert")
+    with torch.no_grad():
+        assert torch.equal(again.eval()(**batch).logits, model.eval()(**batch).logits)
+
+
+def test_a_16_bit_base_gets_float32_matrices_that_do_not_require_a_gradient() -> None:
+    model = dppeft.wrap(tiny.build("llama").bfloat16(), "rgp")
+    assert model(**tiny.make_batch("llama")).logits.dtype == torch.bfloat16
+    for layer in layers_of(model).values():
+        weight = layer.rgp_weight["default"]
+        assert (weight.dtype, weight.requires_grad) == (torch.float32, False)
+        assert layer.rgp_carriers["default"].left.dtype == torch.float32
