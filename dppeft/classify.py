@@ -75,7 +75,7 @@ def train(settings: TrainSettings, *, say: Say, progress: Progress) -> dict[str,
     registry.info(settings.method)
     table = settings.columns.read(settings.data)
     labels, classes = encode_labels(table.labels or ())
-    _check_classes(len(classes), len(table))
+    _check_classes(classes, len(table))
     evaluation = None if settings.eval_data is None else settings.columns.read(settings.eval_data)
     eval_labels = [] if evaluation is None else encode_labels(evaluation.labels or (), classes)[0]
     plan = _plan(settings, len(table))
@@ -197,12 +197,25 @@ def _check_output(output: Path) -> None:
         raise ArgumentError(f"Output {output} exists and is not empty. Name a new folder.")
 
 
-def _check_classes(classes: int, rows: int) -> None:
-    if classes > max(100, rows // 10):
+def _check_classes(classes: Sequence[str], rows: int) -> None:
+    """Class names are shared with the model: a column of measurements would be given away."""
+    if len(classes) > max(2, min(100, rows // 2), rows // 10):
         raise DataError(
-            f"The label column has {classes} different values in {rows} rows, which are hardly "
-            "classes. Name another column with --label; for numbers, bin them first."
+            f"The label column has {len(classes)} different values in {rows} rows, which are "
+            "hardly classes. Name another column with --label; for numbers, bin them first."
         )
+    if len(classes) > 2 and all(_is_fraction(name) for name in classes):
+        raise DataError(
+            "The label column holds numbers with fractions, which are hardly classes, and the "
+            "names of classes are shared. Name another column with --label, or bin them first."
+        )
+
+
+def _is_fraction(name: str) -> bool:
+    try:
+        return not float(name).is_integer()
+    except (ValueError, OverflowError):
+        return False
 
 
 def _plan(settings: TrainSettings, num_examples: int) -> Any:

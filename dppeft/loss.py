@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dppeft import _validate
 from dppeft._kind import ModelKind, kind_of, unwrap
 from dppeft._types import Batch, PerExampleLoss
-from dppeft.errors import ArgumentError, UnsupportedModelError
+from dppeft.errors import ArgumentError, DataError, UnsupportedModelError
 
 IGNORED = -100  # the label of a position without a target, as everywhere in transformers
 _TARGETS = ("labels", "start_positions", "end_positions")
@@ -145,6 +145,7 @@ class _DefaultLoss:
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """-log p(target) per row, 0 where the target is -100. logits: (N, C); targets: (N,)."""
+        _refuse_other_classes(targets, logits.shape[-1])
         # Casting inside log_softmax keeps a half-precision (B, T, V) from being copied first.
         log_probs = F.log_softmax(logits, dim=-1, dtype=_wide(logits))
         losses = F.nll_loss(log_probs, targets, reduction="none", ignore_index=IGNORED)
@@ -152,6 +153,19 @@ class _DefaultLoss:
             return losses
         uniform = -log_probs.mean(dim=-1).masked_fill(targets == IGNORED, 0.0)
         return (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
+
+
+def _refuse_other_classes(targets: Tensor, classes: int) -> None:
+    """Torch's own error shows the label. On a GPU a look would wait for the device in each step."""
+    if targets.device.type != "cpu" or not targets.numel():
+        return
+    lowest, highest = torch.aminmax(targets.masked_fill(targets == IGNORED, 0))
+    if int(lowest) < 0 or int(highest) >= classes:
+        raise DataError(
+            f"A label lies outside 0 to {classes - 1}, all that the model has (num_labels, or the "
+            f"vocabulary); {IGNORED} marks what is no target. Load the model with as many labels "
+            "as there are, and number the classes from 0."
+        )
 
 
 _DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}

@@ -226,7 +226,11 @@ class Work:
         from tasks.warm_start import part_of, warm_start
 
         recipe = self.task.recipe
-        base = build_classifier(self.folder, num_labels=len(self.task.classes))
+        classes = len(self.task.classes)
+        base = build_classifier(self.folder, num_labels=classes)
+        options = adapted_layers(base, self.method, recipe)
+        # What cannot be wrapped is refused here, before the warm start has spent anything.
+        dppeft.wrap(build_classifier(self.folder, num_labels=classes), self.method, **options)
         ledger = {}
         if recipe.head_steps:
             with self.console.status(f"{title}: warm start of the head on frozen features"):
@@ -241,7 +245,7 @@ class Work:
                 )
             if warm.run.ledger is not None:  # the main process writes
                 ledger = {"ledger": warm.run.ledger.path}
-        model = dppeft.wrap(base, self.method, **adapted_layers(base, self.method, recipe))
+        model = dppeft.wrap(base, self.method, **options)
         with progress_bar(self.console, plan, title) as progress:
             done = fit(
                 model,
@@ -284,8 +288,11 @@ class Work:
 
 def check_before_loading(settings: Settings) -> None:
     """What can be refused before anything is read."""
+    from dppeft.tuners import registry
+
     if settings.task not in TASKS:
         raise ArgumentError(f"Unknown task {settings.task!r}. Tasks: {', '.join(TASKS)}.")
+    registry.info(settings.method)  # an unknown name is an error, with the nearest one
     if settings.output.exists() and any(settings.output.iterdir()):
         raise ArgumentError(f"--output {settings.output} is not empty. Name a new folder.")
     if settings.rows is not None and settings.rows < 1:

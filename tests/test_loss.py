@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertForQuestionAnswering
 
-from dppeft.errors import ArgumentError, ArgumentTypeError, UnsupportedModelError
+from dppeft.errors import ArgumentError, ArgumentTypeError, DataError, UnsupportedModelError
 from dppeft.loss import default_loss
 from tests.tiny import MODELS, build, make_batch, row
 
@@ -266,3 +266,15 @@ def test_the_loss_is_a_value_that_can_be_sent_to_another_process() -> None:
     model, batch = build("bert"), make_batch("bert")
     loss = default_loss(model)
     torch.testing.assert_close(pickle.loads(pickle.dumps(loss))(model, batch), loss(model, batch))
+
+
+@pytest.mark.parametrize("label", [77, -7])
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_label_that_the_model_does_not_have_is_refused_without_its_value(
+    name: str, label: int
+) -> None:
+    model, batch = build(name), make_batch(name)
+    batch["labels"][1 if name == "bert" else (1, 1)] = label
+    with pytest.raises(DataError, match="A label lies outside 0 to") as error:
+        default_loss(model)(model, batch)
+    assert str(label) not in str(error.value)

@@ -19,7 +19,14 @@ _AUTO_CLASSES = {
 }
 
 
-def model_card(base: nn.Module, *, name: str | None, method: str, card: PrivacyCard) -> str:
+def model_card(
+    base: nn.Module,
+    *,
+    name: str | None,
+    method: str,
+    card: PrivacyCard,
+    needs_dppeft: bool = False,
+) -> str:
     """The text of README.md.
 
     Args:
@@ -27,6 +34,7 @@ def model_card(base: nn.Module, *, name: str | None, method: str, card: PrivacyC
         name: its public name, or None.
         method: as ``wrap`` names it.
         card: what is claimed.
+        needs_dppeft: PEFT knows this kind of adapter from dppeft alone.
     """
     whole = method == "full"
     header = ["library_name: transformers" if whole else "library_name: peft"]
@@ -53,6 +61,7 @@ def model_card(base: nn.Module, *, name: str | None, method: str, card: PrivacyC
         "## Use",
         "",
         "```python",
+        *(["import dppeft  # PEFT learns this kind of adapter"] if needs_dppeft else []),
         *_usage(base, name=name, whole=whole),
         "```",
     ]
@@ -81,7 +90,7 @@ def _usage(base: nn.Module, *, name: str | None, whole: bool) -> list[str]:
         "from peft import PeftModel",
         f"from transformers import {_AUTO_CLASSES[kind]}",
         "",
-        f'base = {_AUTO_CLASSES[kind]}.from_pretrained("{name or "base-model"}"{labels})',
+        f'base = {_AUTO_CLASSES[kind]}.from_pretrained("{name or "the base model"}"{labels})',
         'model = PeftModel.from_pretrained(base, "path/to/this/folder")',
         "# dppeft.load(base, folder) does the same and checks that it fits.",
     ]

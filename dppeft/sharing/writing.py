@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,8 +114,9 @@ def write_shared(
     card.write(path)
     base = unwrap(model)
     name = public_name(getattr(base, "name_or_path", None))
+    ours = written_as is None and method in ("adapter", "compacter", "rgp")
     (path / "README.md").write_text(
-        model_card(base, name=name, method=method, card=card), encoding="utf-8"
+        model_card(base, name=name, method=method, card=card, needs_dppeft=ours), encoding="utf-8"
     )
     return path
 
@@ -143,6 +145,9 @@ def _write_adapter(
     from safetensors.torch import save_file
 
     save_file(_own_memory(tensors), path / ADAPTER, metadata=_metadata(method, card))
+    mask = os.umask(0)
+    os.umask(mask)
+    (path / ADAPTER).chmod(0o666 & ~mask)  # it is written readable for its owner alone
     config = _public_config(config, model)
     config.save_pretrained(str(path), auto_mapping_dict=_auto_mapping(model, config))
 

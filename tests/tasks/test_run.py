@@ -80,6 +80,8 @@ def test_the_main_job_from_rows_to_a_new_process(
 def test_wrong_use_is_refused_before_anything_is_read(folder: Path, sentence_folder: Path) -> None:
     with pytest.raises(ArgumentError, match="Unknown task 'sst3'. Tasks: movie_reviews, sst2"):
         run_task(_settings(folder, sentence_folder, task="sst3"))
+    with pytest.raises(ArgumentError, match="Did you mean 'lora'"):
+        run_task(_settings(folder, sentence_folder, method="lorra"))
     with pytest.raises(ArgumentError, match="is not empty. Name a new folder"):
         run_task(_settings(folder, sentence_folder, output=folder))
     with pytest.raises(ArgumentError, match="Expected --rows >= 1, got 0"):
