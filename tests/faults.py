@@ -262,8 +262,8 @@ FAULTS = (
     ),
     Fault(
         "the optimizer moves RGP's carriers",
-        "dppeft/training/checks.py",
-        "    lift.exchange(optimizer)\n",
+        "dppeft/training/run.py",
+        "        lift.exchange(optimizer)  # after all that can be refused\n",
         "",
         "tests/tuners/test_rgp.py -k optimizer_moves",
     ),

@@ -35,6 +35,11 @@ def as_lora(model: PeftModel, rank: int) -> tuple[dict[str, Tensor], LoraConfig,
     tensors = {n: t for n, t in adapter_tensors(model).items() if ".rgp_" not in n}
     kept = whole = 0.0
     for path, layer in _layers(model).items():
+        if getattr(layer.get_base_layer(), "dilation", (1, 1)) != (1, 1):
+            raise ArgumentError(
+                f"{path.removeprefix('base_model.model.')} is a dilated convolution, which PEFT's "
+                "LoRA computes without its dilation. Leave as_lora_rank out."
+            )
         left, right, shares = _factors(layer.change(model.active_adapter), rank)
         kept, whole = kept + shares[0], whole + shares[1]
         if layer.get_base_layer().weight.dim() == 4:  # a convolution into r channels, and 1 x 1

@@ -77,7 +77,8 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> Lift:
     """What the optimizer moves; an error unless that is all that trains.
 
     Frozen tensors of the model may be in it (``AdamW(model.parameters())``): they get no gradient.
-    Tensors that are trained through others (RGP's matrices) take the place of those in it.
+    Tensors that are trained through others (RGP's matrices) count in the place of those;
+    ``Lift.exchange`` puts them there.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(
@@ -100,8 +101,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> Lift:
             "budget is spent. Use dppeft.wrap, or load the adapter with is_trainable=True."
         )
     lift = Lift(model, trained)
-    lift.exchange(optimizer)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in lift.groups(optimizer) for p in group}
     missing = [name for name, p in lift.moved.items() if id(p) not in held]
     if missing:
         raise ArgumentError(
@@ -132,9 +132,20 @@ def check_model(model: Any) -> None:
         )
     refuse_foreign_hooks(model)
     refuse_mixing(model)
+    _refuse_merged(model)
     _refuse_dispatched(model)
     _refuse_scattered(model)
     check_quantised(model)
+
+
+def _refuse_merged(model: nn.Module) -> None:
+    """An error where an adapter is folded into its layer, which then does not read it."""
+    for path, module in model.named_modules():
+        if getattr(module, "merged_adapters", None):
+            raise ArgumentError(
+                f"{path}: its adapter is merged, so that no row could move it and it would get "
+                "noise alone. Call model.unmerge_adapter() first."
+            )
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -301,6 +312,7 @@ def check_unchanged(
             "frozen, unfrozen, merged, replaced, or taken out of the optimizer). Nothing was "
             "spent in this step. Make a new run with ledger= the path of this one's ledger."
         )
+    _refuse_merged(model)
     check_trained_dtypes(trained | moved)  # .half() keeps the parameters and changes what they hold
     _refuse_scattered(model)
     now_on = next(iter(trained.values())).device

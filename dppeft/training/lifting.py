@@ -69,6 +69,11 @@ class Lift:
         self.moved = dict(trained)
         for one in self._carried:
             tensor = _parameter(one)
+            if one.name in trained:
+                raise ArgumentError(
+                    f"{one.name} requires a gradient and is trained through its carriers, too: one "
+                    "of the two would be thrown away. Set its requires_grad to False."
+                )
             for name in one.carriers:
                 if name not in trained:
                     raise ArgumentError(
@@ -83,18 +88,28 @@ class Lift:
             own = layer.named_buffers()
             self.kept |= {f"{path}.{n}": b for n, b in own if not n.startswith("base_layer.")}
 
-    def exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the tensors that move in the place of their carriers, in the same groups."""
+    def groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+        """Its parameter groups, with the tensors that move in the place of their carriers."""
         seen: dict[int, int] = {}
+        found = []
         for number, group in enumerate(optimizer.param_groups):
             tensors = [self._stands_for.get(id(tensor), tensor) for tensor in group["params"]]
-            tensors = list({id(tensor): tensor for tensor in tensors}.values())
-            for tensor in tensors:
+            found.append(list({id(tensor): tensor for tensor in tensors}.values()))
+            for tensor in found[-1]:
                 if seen.setdefault(id(tensor), number) != number:
                     raise ArgumentError(
                         "Both carriers of a matrix must be in one parameter group of the "
                         "optimizer: the matrix itself is what it moves."
                     )
+        return found
+
+    def exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes those the optimizer's own. What it remembers of the carriers is forgotten."""
+        groups = self.groups(optimizer)
+        for group, tensors in zip(optimizer.param_groups, groups, strict=True):
+            for tensor in group["params"]:
+                if id(tensor) in self._stands_for:
+                    optimizer.state.pop(tensor, None)
             group["params"] = tensors
 
     def before_step(self, step: int) -> None:

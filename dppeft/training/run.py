@@ -168,6 +168,7 @@ class PrivateRun:
             computation=Computation(model, precision=precision, device=device),
             redrawn=[m for m in model.modules() if isinstance(getattr(m, "update", None), int)],
         )
+        lift.exchange(optimizer)  # after all that can be refused
         self._pending: LogicalBatch | None = None
         self._looked_at: list[str] = []
         _warn_of_earlier_run(model, dataset, self._record)
@@ -231,12 +232,9 @@ class PrivateRun:
             )
         if self.plan.target_epsilon is not None and self.steps_made >= self.plan.steps:
             raise self._over_budget(1)
+        what, device = self._update, self._packer.device
         checks.check_unchanged(
-            self.model,
-            self.optimizer,
-            self._update.trained,
-            moved=self._update.lift.moved,
-            device=self._packer.device,
+            self.model, self.optimizer, what.trained, moved=what.lift.moved, device=device
         )
         made = self.steps_made
         try:

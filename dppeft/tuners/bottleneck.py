@@ -179,7 +179,10 @@ class BottleneckModel(OwnTuner):
     def default_targets(model: nn.Module, config: Any) -> set[str] | str | None:
         """Output projections of the blocks, by the architectures' naming conventions."""
         return targets.block_outputs(
-            model, attention=config.placement == "houlsby", layers=config.layers_to_transform
+            model,
+            attention=config.placement == "houlsby",
+            layers=config.layers_to_transform,
+            pattern=config.layers_pattern,
         )
 
     def make_layer(self, target: nn.Module, adapter_name: str, config: Any) -> nn.Module:

@@ -27,7 +27,7 @@ class _Carried(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, carriers: Carriers, *_own: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.carriers = carriers
-        return y.view_as(y)
+        return y.clone()  # not a view: models may write into it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

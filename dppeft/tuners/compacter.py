@@ -211,6 +211,11 @@ class CompacterModel(BottleneckModel):
         shared: dict[str, Mix] = vars(self).setdefault("_shared", {})
         return CompacterLayer(target, adapter_name, config, shared)
 
+    def delete_adapter(self, adapter_name: str) -> None:
+        """PEFT's, and the A_i that its layers shared."""
+        super().delete_adapter(adapter_name)
+        vars(self).get("_shared", {}).pop(adapter_name, None)
+
     @classmethod
     def _get_adapter_state_dict(
         cls,

@@ -49,17 +49,31 @@ class OwnTuner(BaseTuner):
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         if peft_config.target_modules is None:
-            others = [c.target_modules for c in self.peft_config.values() if c.target_modules]
-            found = others[0] if others else self.default_targets(self.model, peft_config)
+            others = [c for c in self.peft_config.values() if c is not peft_config]
+            if others:
+                self._check_same_places(peft_config, others[0])
+                found = others[0].target_modules
+            else:
+                found = self.default_targets(self.model, peft_config)
             if not found:
                 raise ValueError("No default targets are known here: set target_modules.")
             peft_config.target_modules = found
-        if isinstance(peft_config.target_modules, str) and peft_config.layers_to_transform:
+        by_pattern = isinstance(peft_config.target_modules, str)
+        if by_pattern and peft_config.layers_to_transform is not None:
             raise ValueError(  # PEFT would pass over it in silence
                 "layers_to_transform has no effect on target_modules that are a regular "
                 "expression: put the layers into the expression, or list the modules."
             )
         return peft_config
+
+    @staticmethod
+    def _check_same_places(config: Any, first: Any) -> None:
+        """A further adapter takes the first one's places, whose layers are hidden by now."""
+        for name in ("placement", "layers_to_transform", "layers_pattern"):
+            if getattr(config, name, None) != getattr(first, name, None):
+                raise ValueError(
+                    f"{name} of a further adapter differs from the first one's: set target_modules."
+                )
 
     def _create_and_replace(
         self,
@@ -102,6 +116,16 @@ class OwnTuner(BaseTuner):
 
     def _check_new_adapter_config(self, config: PeftConfig) -> None:
         """PEFT allows one adapter with biases, meaning the base model's."""
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        # PEFT's own looks for the name before the last word only; our layers are nested deeper.
+        layer = cls.tuner_layer_cls
+        for part in (*layer.adapter_layer_names, *layer.other_param_names):
+            before, found, after = f"{key}.".partition(f".{part}.{adapter_name}.")
+            if found:
+                return f"{before}.{part}.{after}".removesuffix(".")
+        return super()._remove_adapter_name_from_key(key, adapter_name)
 
     @classmethod
     def _get_learnable_bias_state_dict(cls, *_: Any, **__: Any) -> dict[str, Tensor]:

@@ -101,6 +101,8 @@ class RgpLayer(OwnLayer):
             (p, d), rank=config.r, sides=config.sides, clip=config.clip, geometry=_geometry(base)
         )
         self.finish(adapter_name, config)
+        if start.dtype not in (torch.float32, torch.float64):
+            self.rgp_carriers[adapter_name].float()  # directions in 16 bits are not orthonormal
         self.before_step(0, "", names=[adapter_name])
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,6 +147,7 @@ class RgpLayer(OwnLayer):
                 warm=config.warm_start and step > 0,
             )
 
+    @torch.no_grad()
     def _absorb(self, name: str) -> None:
         """Coordinates that somebody else displaced belong to these carriers: into the weight."""
         carriers = self.rgp_carriers[name]
@@ -162,15 +165,19 @@ class RgpLayer(OwnLayer):
             return torch.zeros_like(now)
         if config.history == "weight" or step < config.warmup_steps:
             return now
-        start = wide(self._matrix(self.get_base_layer().weight.detach()))
+        start = self._start()
         if config.history == "normalised_update":
             return now / now.norm() - start / start.norm()
         return now - start
 
     def change(self, name: str) -> Tensor:
         """``W_t - W_0`` (p, d) with the coordinates' part, if they were displaced."""
-        start = wide(self._matrix(self.get_base_layer().weight.detach()))
-        return self.matrix(name) - start
+        return self.matrix(name) - self._start()
+
+    def _start(self) -> Tensor:
+        """W_0 (p, d)."""
+        weight = self._unmerged if self.merged else self.get_base_layer().weight
+        return wide(self._matrix(weight.detach()))
 
     def matrix(self, name: str) -> Tensor:
         """W_t (p, d) with the coordinates' part."""
@@ -206,6 +213,8 @@ class RgpLayer(OwnLayer):
         """W_t into the base layer; W_0 takes its place until ``unmerge``."""
         names = self.present() if adapter_names is None else adapter_names
         for name in [n for n in names if n in self.rgp_carriers]:
+            if name in self.merged_adapters:
+                continue
             base = self.get_base_layer()
             merged = self._weight(self.matrix(name)).to(base.weight.dtype).contiguous()
             if safe_merge and not bool(torch.isfinite(merged).all()):
@@ -234,7 +243,10 @@ class RgpModel(OwnTuner):
     def default_targets(model: nn.Module, config: Any) -> set[str] | str | None:
         """All attention and feed-forward matrices, and convolutions, of the blocks."""
         return targets.block_matrices(
-            model, list(config.modules_to_save or []), layers=config.layers_to_transform
+            model,
+            list(config.modules_to_save or []),
+            layers=config.layers_to_transform,
+            pattern=config.layers_pattern,
         )
 
     def make_layer(self, target: nn.Module, adapter_name: str, config: Any) -> nn.Module:
@@ -286,6 +298,16 @@ def _refuse_unfit(base: nn.Module) -> None:
         raise TypeError(
             f"RGP takes linear and 2-d convolution layers, not {type(base).__name__}. Choose other "
             "target_modules."
+        )
+    if not any(type(base).forward is kind.forward for kind in (nn.Linear, Conv1D, nn.Conv2d)):
+        raise TypeError(
+            f"{type(base).__name__} has a forward of its own, which RGP would replace by the plain "
+            "product. Choose other target_modules."
+        )
+    if "weight" not in base._parameters or base._forward_pre_hooks:
+        raise TypeError(
+            "The weight of this layer is made anew in each forward (weight norm, spectral norm or "
+            "another parametrization), so that RGP cannot move it. Remove that first."
         )
     if not base.weight.is_floating_point():
         raise TypeError("RGP moves the weights themselves, which a quantised layer cannot.")

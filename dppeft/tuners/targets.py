@@ -10,6 +10,9 @@ from torch import nn
 
 from dppeft._kind import ModelKind, unwrap
 
+Layers = list[int] | int | None
+Words = list[str] | str | None
+
 # What implementations call the projections to queries and values, one line per convention; a
 # convention counts when all of its names are there. Fused projections hold the keys as well.
 _QUERY_VALUE = (
@@ -131,7 +134,7 @@ def _exactly(chosen: set[str], names: Iterable[str]) -> set[str] | str:
 
 
 def block_outputs(
-    model: nn.Module, *, attention: bool, layers: list[int] | int | None = None
+    model: nn.Module, *, attention: bool, layers: Layers = None, pattern: Words = None
 ) -> set[str] | str | None:
     """The layers whose output a bottleneck follows: of each block's feed-forward part.
 
@@ -139,6 +142,7 @@ def block_outputs(
         model: bare.
         attention: those of the attention parts, too.
         layers: numbers of the blocks; None: all.
+        pattern: what the lists of blocks are called that the numbers mean; None: any.
 
     Returns:
         Targets as PEFT takes them; None where the names fit no convention.
@@ -151,13 +155,13 @@ def block_outputs(
         )
         if of_attention and of_feed_forward:
             chosen = of_feed_forward | (of_attention if attention else set())
-            chosen = _in_layers(chosen, layers)
+            chosen = _in_layers(chosen, layers, pattern)
             return _exactly(chosen, [name for name, _ in model.named_modules()])
     return None
 
 
 def block_matrices(
-    model: nn.Module, trained_whole: list[str], *, layers: list[int] | int | None = None
+    model: nn.Module, trained_whole: list[str], *, layers: Layers = None, pattern: Words = None
 ) -> set[str] | str | None:
     """Every linear and 2-d convolution layer of the blocks, as PEFT takes targets.
 
@@ -175,15 +179,17 @@ def block_matrices(
     inside = {name for name in chosen if re.search(r"\.\d+\.", name)}
     if all(isinstance(modules[name], nn.Conv2d) for name in inside):
         inside = chosen
-    return _exactly(_in_layers(inside, layers), modules) or None
+    return _exactly(_in_layers(inside, layers, pattern), modules) or None
 
 
-def _in_layers(names: set[str], layers: list[int] | int | None) -> set[str]:
+def _in_layers(names: set[str], layers: Layers, pattern: Words) -> set[str]:
     """Those in blocks of these numbers: PEFT itself picks no layers among modules named in full."""
     if layers is None:
         return names
     wanted = {layers} if isinstance(layers, int) else set(layers)
-    numbers = {name: re.search(r"\.(\d+)\.", name) for name in names}
+    words = [pattern] if isinstance(pattern, str) else list(pattern or [r"\w+"])
+    numbered = re.compile(rf"(?:^|\.)(?:{'|'.join(words)})\.(\d+)\.")
+    numbers = {name: numbered.search(name) for name in names}
     return {name for name, found in numbers.items() if found and int(found[1]) in wanted}
 
 
