@@ -144,9 +144,8 @@ class PrivateRun:
             engine=settings.engine,
             clipping=settings.clipping,
         )
-        self.preflight: PreflightReport = checks.prove(
-            model, self._packer, self.engine, engine_name=settings.engine
-        )
+        proof = checks.prove(model, self._packer, self.engine, engine_name=settings.engine)
+        self.preflight: PreflightReport = proof
         self._processes.same_weights(lift.kept)
         self._secret = _shared_secret(self._processes, settings.seed)
         self._record = Record(
