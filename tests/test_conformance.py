@@ -53,8 +53,13 @@ OPACUS_REFUSED = {
 }
 # Without biases bitfit trains the norms (tests/test_wrapping.py): ln_tuning, another method.
 NO_BIASES = {("bitfit", "llama"), ("bitfit", "t5")}
+# Rows whose code others share: left out of the quick tests.
+VARIANTS = ("dora", "ffa_lora", "compacter-not-shared", "rgp-joint", "rgp-left", "rgp-right")
 PAIRS = [
-    (me, mo) for me in METHODS for mo in MODELS if (me, mo) not in IMPOSSIBLE.keys() | NO_BIASES
+    pytest.param(me, mo, marks=[pytest.mark.thorough] if me in VARIANTS else [])
+    for me in METHODS
+    for mo in MODELS
+    if (me, mo) not in IMPOSSIBLE.keys() | NO_BIASES
 ]
 
 D, HEADS, INNER, LAYERS = tiny.WIDTH, tiny.HEADS, tiny.INNER, tiny.LAYERS
