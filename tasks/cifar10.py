@@ -126,7 +126,7 @@ def main(  # noqa: PLR0913 - the command line
             metric="accuracy",
             value=score,
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            examples_per_second=plan.steps * plan.expected_batch_size / done.seconds,
+            examples_per_second=done.examples_per_second,
             seconds=done.seconds,
             private_rows=len(train[1]),
             command=f"python -m tasks.cifar10 --depth {depth} --width {width}",

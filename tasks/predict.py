@@ -6,7 +6,6 @@ python -m tasks.predict movie_reviews runs/my-adapter "a joy from start to finis
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -35,10 +34,7 @@ def main(
     base_folder = model or str(demo_encoder())
     tokenizer = AutoTokenizer.from_pretrained(base_folder)
     base = build_classifier(base_folder, num_labels=len(classes))
-    config = adapter / "adapter_config.json"
-    if config.is_file():
-        if json.loads(config.read_text())["peft_type"] in ("ADAPTER", "COMPACTER", "RGP"):
-            import dppeft
+    if (adapter / "adapter_config.json").is_file():
         tuned = PeftModel.from_pretrained(base, adapter)
     else:  # method `full` shares whole weights, which are not in PEFT's form
         import dppeft

@@ -102,6 +102,13 @@ def fit(
         clipping=recipe.clipping,
         **(options or {}),
     )
+    return all_updates(run, schedule, progress)
+
+
+def all_updates(
+    run: Any, schedule: torch.optim.lr_scheduler.LRScheduler, progress: Progress | None = None
+) -> Fit:
+    """The planned number of updates, the schedule stepped with each."""
     start = time.perf_counter()
     for step, batch in enumerate(run.batches(), start=1):
         run.step(batch)

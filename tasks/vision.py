@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.utils.data import TensorDataset
 from transformers.modeling_outputs import ImageClassifierOutput
 
 import dppeft
+from tasks.training import Fit, Progress, all_updates
 
 Batch = dict[str, Tensor]
 
@@ -114,23 +113,15 @@ class VisionRecipe:
         return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VisionFit:
-    """A finished run."""
-
-    run: Any
-    seconds: float
-
-
 def fit(
     model: nn.Module,
     rows: Images,
     plan: Any,
     recipe: VisionRecipe,
     *,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     **options: Any,
-) -> VisionFit:
+) -> Fit:
     """Train a wrapped model privately; ``options`` go to ``dppeft.make_private``."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, schedule = recipe.make(trained, plan.steps)
@@ -144,13 +135,7 @@ def fit(
         physical_batch_size=recipe.physical_batch_size,
         **options,
     )
-    start = time.perf_counter()
-    for step, batch in enumerate(run.batches(), start=1):
-        run.step(batch)
-        schedule.step()
-        if progress is not None:
-            progress(step)
-    return VisionFit(run=run, seconds=time.perf_counter() - start)
+    return all_updates(run, schedule, progress)
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from dppeft.privacy.card import PrivacyCard, library_versions
 from dppeft.sharing.as_lora import as_lora
 from dppeft.sharing.contents import (
     ADAPTER,
+    ADAPTER_CONFIG,
     METHOD,
     WHOLE_MODEL,
     adapter_tensors,
@@ -69,7 +69,6 @@ def export(
             f"as_lora_rank={as_lora_rank}: only method 'rgp' turns a full-size change into LoRA, "
             "and this model has no adapter. Leave as_lora_rank out."
         )
-    lora = None if as_lora_rank is None else as_lora(peel(model), as_lora_rank)
     card = _card(spent)
     path = Path(directory)
     if path.exists() and not path.is_dir():
@@ -79,8 +78,8 @@ def export(
             f"directory={str(path)!r} is not empty: what lies there would be shared along. Name a "
             "new folder, or empty it."
         )
-    if lora is not None:
-        tensors, config, share = lora
+    if as_lora_rank is not None:
+        tensors, config, share = as_lora(peel(model), as_lora_rank)
         note = (
             f"The change of the weights was written as LoRA of rank {config.r}, which keeps "
             f"{share:.4f} of its Frobenius norm."
@@ -107,14 +106,14 @@ def write_shared(
             adapter_tensors(model),
             model.peft_config[model.active_adapter],
         )
+        ours = type(config).__module__.startswith("dppeft.")
         _write_adapter(model, path, method, card, tensors, config)
     else:
-        method = "full"
+        method, ours = "full", False
         _write_whole(model, path, card)
     card.write(path)
     base = unwrap(model)
     name = public_name(getattr(base, "name_or_path", None))
-    ours = written_as is None and method in ("adapter", "compacter", "rgp")
     (path / "README.md").write_text(
         model_card(base, name=name, method=method, card=card, needs_dppeft=ours), encoding="utf-8"
     )
@@ -145,11 +144,10 @@ def _write_adapter(
     from safetensors.torch import save_file
 
     save_file(_own_memory(tensors), path / ADAPTER, metadata=_metadata(method, card))
-    mask = os.umask(0)
-    os.umask(mask)
-    (path / ADAPTER).chmod(0o666 & ~mask)  # it is written readable for its owner alone
     config = _public_config(config, model)
     config.save_pretrained(str(path), auto_mapping_dict=_auto_mapping(model, config))
+    # The weights were written readable for their owner alone.
+    (path / ADAPTER).chmod((path / ADAPTER_CONFIG).stat().st_mode & 0o777)
 
 
 def _public_config(config: PeftConfig, model: PeftModel) -> PeftConfig:

@@ -22,6 +22,7 @@ from dppeft import _validate
 from dppeft._types import PerExampleLoss, Spent
 from dppeft.clipping.engine import Engine, make_engine
 from dppeft.clipping.preflight import PreflightReport
+from dppeft.clipping.probing import trainable
 from dppeft.errors import ArgumentTypeError, BudgetError, CheckpointError, PrivacyWarning
 from dppeft.loss import default_loss
 from dppeft.privacy.card import PrivacyCard
@@ -126,7 +127,7 @@ class PrivateRun:
             )
         checks.check_model(model)
         lift = checks.check_optimizer(model, optimizer)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = trainable(model)
         check_trained_dtypes(trained | lift.moved)
         checks.check_rows_counted(checks.check_dataset(dataset), plan.num_examples)
         checks.check_first_row(dataset[0])

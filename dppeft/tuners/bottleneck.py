@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from dppeft.errors import ArgumentError
 from dppeft.tuners import targets
 from dppeft.tuners.joining import peft_type
-from dppeft.tuners.own import OwnConfig, OwnLayer, OwnTuner
+from dppeft.tuners.own import OwnConfig, OwnLayer, OwnTuner, check_counts
 
 PLACEMENTS = ("houlsby", "pfeiffer")
 
@@ -47,17 +47,12 @@ class BottleneckConfig(OwnConfig):
 
 def check_bottleneck(config: Any) -> None:
     """A ValueError for values that no adapter can be built with."""
-    if not _counts(config.bottleneck):
-        raise ValueError(f"bottleneck={config.bottleneck!r}; expected a whole number, 1 or more.")
+    check_counts(config, bottleneck=1)
     if config.placement not in PLACEMENTS:
         raise ValueError(f"placement={config.placement!r}; expected one of {PLACEMENTS}.")
     if config.activation not in ACT2FN:
         known = ", ".join(sorted(ACT2FN))
         raise ValueError(f"activation={config.activation!r}; expected one of {known}.")
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 class Network(nn.Module):

@@ -19,7 +19,7 @@ from dppeft.tuners.bottleneck import (
     check_bottleneck,
 )
 from dppeft.tuners.joining import peft_type
-from dppeft.tuners.own import OwnConfig
+from dppeft.tuners.own import OwnConfig, check_counts
 
 INITS = ("identity", "yu2022", "mahabadi2021")
 
@@ -53,10 +53,7 @@ class CompacterConfig(OwnConfig):
         super().__post_init__()
         self.peft_type = peft_type("COMPACTER")
         check_bottleneck(self)
-        for name in ("n", "rank"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}; expected a whole number, 1 or more.")
+        check_counts(self, n=1, rank=1)
         if self.bottleneck % self.n:
             raise ValueError(f"bottleneck={self.bottleneck} is no multiple of n={self.n}.")
         if self.init not in INITS:

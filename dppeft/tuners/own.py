@@ -32,6 +32,14 @@ class OwnConfig(PeftConfig):
                 setattr(self, name, set(value))
 
 
+def check_counts(config: Any, **least: int) -> None:
+    """A ValueError unless each named field is a whole number, so large or larger."""
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise ValueError(f"{name}={value!r}; expected a whole number, {smallest} or more.")
+
+
 class OwnTuner(BaseTuner):
     """PEFT's tuner with default targets read from the model instead of a table of model types.
 

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from dppeft.tuners import targets
 from dppeft.tuners.carriers import Carriers, wide
 from dppeft.tuners.joining import peft_type
-from dppeft.tuners.own import OwnConfig, OwnLayer, OwnTuner
+from dppeft.tuners.own import OwnConfig, OwnLayer, OwnTuner, check_counts
 
 HISTORIES = ("update", "normalised_update", "weight", "random")
 SIDES = ("both", "left", "right")
@@ -62,15 +62,7 @@ class RgpConfig(OwnConfig):
         """Checks the values."""
         super().__post_init__()
         self.peft_type = peft_type("RGP")
-        for name, least in (
-            ("r", 1),
-            ("power_iters", 1),
-            ("warmup_steps", 0),
-            ("decompose_every", 1),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r}; expected a whole number, {least} or more.")
+        check_counts(self, r=1, power_iters=1, warmup_steps=0, decompose_every=1)
         for name, known in (("history", HISTORIES), ("sides", SIDES), ("clip", CLIPS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}; expected one of {known}.")

@@ -116,15 +116,19 @@ def default_targets(
 
 def all_linear(model: nn.Module, trained_whole: list[str]) -> set[str] | str:
     """Every linear layer but the output layer and what trains whole, as PEFT takes targets."""
+    chosen = _beside(model, linear_layers(model), trained_whole)
+    return _exactly(chosen, dict(model.named_modules()))
+
+
+def _beside(model: nn.Module, names: Iterable[str], trained_whole: list[str]) -> set[str]:
+    """Those that are neither the output layer nor inside what trains whole."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    modules = dict(model.named_modules())
     whole = tuple(f"{name}." for name in trained_whole)
-    chosen = {
+    return {
         name
-        for name in linear_layers(model)
-        if modules[name] is not output and not f"{name}.".startswith(whole)
+        for name in names
+        if model.get_submodule(name) is not output and not f"{name}.".startswith(whole)
     }
-    return _exactly(chosen, modules)
 
 
 def _exactly(chosen: set[str], names: Iterable[str]) -> set[str] | str:
@@ -168,14 +172,9 @@ def block_matrices(
     Blocks are what has a number in its name. A model without linear layers there (a convolutional
     network) is taken whole, but for its output layer and what trains whole.
     """
-    output = getattr(model, "get_output_embeddings", lambda: None)()
     modules = dict(model.named_modules())
-    whole = tuple(f"{name}." for name in trained_whole)
-    chosen = {
-        name
-        for name in [*linear_layers(model), *_convolutions(model)]
-        if modules[name] is not output and not f"{name}.".startswith(whole)
-    }
+    convolutions = [name for name, module in modules.items() if isinstance(module, nn.Conv2d)]
+    chosen = _beside(model, [*linear_layers(model), *convolutions], trained_whole)
     inside = {name for name in chosen if re.search(r"\.\d+\.", name)}
     if all(isinstance(modules[name], nn.Conv2d) for name in inside):
         inside = chosen
@@ -191,10 +190,6 @@ def _in_layers(names: set[str], layers: Layers, pattern: Words) -> set[str]:
     numbered = re.compile(rf"(?:^|\.)(?:{'|'.join(words)})\.(\d+)\.")
     numbers = {name: numbered.search(name) for name in names}
     return {name for name, found in numbers.items() if found and int(found[1]) in wanted}
-
-
-def _convolutions(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
 
 
 def missing_targets(model: nn.Module, targets: Iterable[str]) -> list[str]:
