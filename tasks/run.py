@@ -204,7 +204,7 @@ def load_task(settings: Settings, folder: str) -> Task:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Work:
     """What training and reporting share."""
 
@@ -216,6 +216,7 @@ class Work:
     dataset: Any
     method: str
     engine_options: dict[str, Any]
+    features: Any = None  # of the private rows under the frozen encoder, once they are needed
 
     def train(self, plan: Any, title: str) -> tuple[Any, Fit]:
         """A fresh model, trained by the plan."""
@@ -223,7 +224,7 @@ class Work:
         from tasks.classifier import build_classifier
         from tasks.reporting import progress_bar
         from tasks.training import adapted_layers, fit
-        from tasks.warm_start import part_of, warm_start
+        from tasks.warm_start import frozen_features, part_of, warm_start
 
         recipe = self.task.recipe
         classes = len(self.task.classes)
@@ -234,14 +235,11 @@ class Work:
         ledger = {}
         if recipe.head_steps:
             with self.console.status(f"{title}: warm start of the head on frozen features"):
+                if self.features is None:  # once for all runs: the encoder is the same
+                    self.features = frozen_features(base, self.tokens, self.tokenizer)
+                labels = self.task.train.labels
                 warm = warm_start(
-                    base,
-                    self.tokens,
-                    self.task.train.labels,
-                    plan,
-                    recipe,
-                    tokenizer=self.tokenizer,
-                    options=self.engine_options,
+                    base, self.features, labels, plan, recipe, options=self.engine_options
                 )
             if warm.run.ledger is not None:  # the main process writes
                 ledger = {"ledger": warm.run.ledger.path}

@@ -19,6 +19,7 @@ RECIPE = Recipe(
     batch_size=1000,
     max_length=128,
     lr=1e-3,
+    head_steps=20,
     bare_layers=1 / 3,
     max_grad_norm=1.0,
 )

@@ -58,33 +58,38 @@ def part_of(plan: Any, steps: int) -> Any:
     )
 
 
+def frozen_features(
+    base: SentenceClassifier, rows: Sequence[dict[str, list[int]]], tokenizer: Any
+) -> Tensor:
+    """What the head of ``base`` reads of each row, (N, d), while the encoder is as loaded."""
+    classifier = base.classifier
+    base.classifier = nn.Identity()
+    features = predict(base, rows, tokenizer)
+    base.classifier = classifier
+    return features
+
+
 def warm_start(
     base: SentenceClassifier,
-    rows: Sequence[dict[str, list[int]]],
+    features: Tensor,
     labels: Sequence[int],
     plan: Any,
     recipe: Recipe,
     *,
-    tokenizer: Any,
     options: Mapping[str, Any],
 ) -> Fit:
     """Train the head of ``base`` in place, for the first ``recipe.head_steps`` of the plan's steps.
 
     Args:
         base: not wrapped yet.
-        rows: tokens of the private rows.
+        features: (N, d) of the private rows, from ``frozen_features``.
         labels: their classes.
         plan: of the whole run.
         recipe: learning rate and label smoothing.
-        tokenizer: pads.
         options: further arguments of ``dppeft.make_private``.
     """
-    head = HeadOnly(base.classifier)
-    base.classifier = nn.Identity()
-    features = predict(base, rows, tokenizer)
-    base.classifier = head.classifier
     return fit(
-        head,
+        HeadOnly(base.classifier),
         Features(features, labels),
         part_of(plan, recipe.head_steps),
         recipe.for_warm_start(),

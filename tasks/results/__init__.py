@@ -57,10 +57,16 @@ def read_results(folder: Path = FOLDER) -> Sequence[Result]:
     Raises:
         DataError: a file is no such list.
     """
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            found += [Result(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{path} holds no results: {error}") from error
-    return found
+    return [result for path in sorted(folder.glob("*.json")) for result in read_file(path)]
+
+
+def read_file(path: Path) -> Sequence[Result]:
+    """Those of one file.
+
+    Raises:
+        DataError: it is no such list.
+    """
+    try:
+        return [Result(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} holds no results: {error}") from error

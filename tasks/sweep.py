@@ -1,0 +1,184 @@
+"""Several methods, budgets and start values on one task, for the table of results.
+
+python -m tasks.sweep movie_reviews --method lora --method rgp --epsilon 8 --seeds 3 \
+    --no-privacy --result tasks/results/movie_reviews.json
+
+What is measured is written after each run, and what the file holds is not run again: a sweep may be
+interrupted. The frozen encoder's features are computed once for all runs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers import AutoTokenizer, logging
+
+import dppeft
+from dppeft.errors import DppeftError
+from dppeft.text import TokenDataset
+from tasks.classifier import predict
+from tasks.common import Rows, demo_encoder
+from tasks.results import Result, read_file, write_results
+from tasks.run import Settings, Work, load_task
+from tasks.training import accuracy, encode, without_privacy
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One run. ``epsilon`` is None without privacy."""
+
+    method: str
+    epsilon: float | None
+    seed: int  # of the start values; draws and noise have none
+
+    def is_in(self, results: Sequence[Result]) -> bool:
+        """Whether it was measured."""
+        mine = (self.method, self.epsilon, self.seed)
+        return mine in [(one.method, one.epsilon, one.seed) for one in results]
+
+
+def settings_of(
+    methods: Sequence[str], epsilons: Sequence[float], seeds: int, *, no_privacy: bool
+) -> Iterator[Setting]:
+    """All runs: every seed at the first epsilon, the first seed at the others."""
+    for method in methods:
+        for number, epsilon in enumerate(epsilons):
+            for seed in range(1 if number else seeds):
+                yield Setting(method=method, epsilon=epsilon, seed=seed)
+        if no_privacy:
+            yield Setting(method=method, epsilon=None, seed=0)
+
+
+class Sweep:
+    """The rows of a task and what its runs share."""
+
+    def __init__(self, given: Settings, console: Console) -> None:
+        self.given = given
+        self.folder = given.model or str(demo_encoder())
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self.console = console
+        self.features: Any = None
+
+    def one(self, setting: Setting, command: str) -> list[Result]:
+        """Trains once; one result for each set of rows to report on."""
+        given = replace(self.given, method=setting.method)
+        task = load_task(given, self.folder)
+        plan = dppeft.plan(
+            num_examples=len(task.train),
+            batch_size=task.recipe.batch_size,
+            steps=task.recipe.steps(len(task.train)),
+            epsilon=setting.epsilon or float("inf"),
+            delta=given.delta,
+            max_grad_norm=task.recipe.max_grad_norm,
+        )
+        tokens, _ = encode(task.train, self.tokenizer, task.recipe)
+        work = Work(
+            console=self.console,
+            task=task,
+            folder=self.folder,
+            tokenizer=self.tokenizer,
+            tokens=tokens,
+            dataset=TokenDataset(tokens, task.train.labels),
+            method=setting.method,
+            engine_options=given.engine_options,
+            features=self.features,
+        )
+        torch.manual_seed(setting.seed)  # of the start values, which are public
+        planned = plan if setting.epsilon else without_privacy(plan)
+        model, done = work.train(planned, f"{setting.method}, {setting.epsilon or 'no privacy'}")
+        self.features = work.features
+        with tempfile.TemporaryDirectory() as folder:
+            dppeft.export(model, folder, spent=done.run.card())
+            shared = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+        return [
+            Result(
+                task=f"{task.name} ({rows.name})" if len(task.evaluation) > 1 else task.name,
+                model=Path(self.folder).name if given.model else "MiniLM-L6",
+                method=setting.method,
+                epsilon=setting.epsilon,
+                seed=setting.seed,
+                metric="accuracy",
+                value=self._accuracy(model, rows, work),
+                trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+                examples_per_second=done.examples_per_second,
+                seconds=done.seconds,
+                private_rows=len(task.train),
+                bytes_shared=shared,
+                command=command,
+            )
+            for rows in task.evaluation
+        ]
+
+    def _accuracy(self, model: Any, rows: Rows, work: Work) -> float:
+        tokens, _ = encode(rows, self.tokenizer, work.task.recipe)
+        return accuracy(predict(model, tokens, self.tokenizer), rows.labels)
+
+
+@app.command()
+def main(  # noqa: PLR0913 - one option is one argument
+    task: Annotated[str, typer.Argument(help="As in tasks.run; a task of classification.")],
+    method: Annotated[list[str], typer.Option(help="One or more.")],
+    result: Annotated[Path, typer.Option(help="JSON file; what it holds is kept.")],
+    epsilon: Annotated[
+        list[float] | None, typer.Option(help="Budgets, the main one first.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Start values at the first epsilon.")] = 1,
+    no_privacy: Annotated[bool, typer.Option(help="Each once without privacy, too.")] = False,
+    delta: Annotated[float, typer.Option(help="Below 1 / number of rows.")] = 1e-5,
+    data: Annotated[Path | None, typer.Option(help="Folder of local files.")] = None,
+    model: Annotated[str | None, typer.Option(help="Base model.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Use only so many private rows.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Expected visits per row.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Expected logical batch.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Rate of LoRA; the others' follow.")] = None,
+) -> None:
+    """Run them one after another."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    recipe = {"epochs": epochs, "batch_size": batch_size, "lr": lr}
+    given = Settings(
+        task=task,
+        method="lora",
+        epsilon=0.0,
+        delta=delta,
+        compare=False,
+        data=data,
+        model=model,
+        output=Path(),
+        sentences=(),
+        rows=rows,
+        recipe=recipe,
+    )
+    changed = "".join(
+        f" --{name.replace('_', '-')} {value:g}"
+        for name, value in {"rows": rows, **recipe}.items()
+        if value is not None
+    )
+    console = Console(soft_wrap=True, highlight=False)
+    found = list(read_file(result)) if result.exists() else []
+    try:
+        sweep = Sweep(given, console)
+        for setting in settings_of(method, epsilon or [8.0], seeds, no_privacy=no_privacy):
+            if setting.is_in(found):
+                continue
+            found += sweep.one(setting, f"python -m tasks.sweep {task}{changed}")
+            write_results(result, found)
+            console.print(f"{setting.method}, {setting.epsilon}: {found[-1].value:.3f}")
+    except DppeftError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+if __name__ == "__main__":
+    app()
