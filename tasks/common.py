@@ -43,8 +43,8 @@ METHOD_RATES = {
     "adapter": 0.5,
     "bitfit": 2.0,
     "compacter": 2.0,
-    "full": 0.05,
-    "rgp": 0.05,
+    "full": 0.15,
+    "rgp": 0.15,
 }
 
 
