@@ -5,12 +5,16 @@ row numbers (from 0).
 """
 
 from dppeft.text.collation import Collator, collator_for
+from dppeft.text.infilling import Infilling
 from dppeft.text.labels import encode_labels
 from dppeft.text.rows import TokenDataset, TokenizedRows, length_of, tokenize_rows
 from dppeft.text.synthetic import synthetic_rows
+from dppeft.text.templates import Template
 
 __all__ = [
     "Collator",
+    "Infilling",
+    "Template",
     "TokenDataset",
     "TokenizedRows",
     "collator_for",

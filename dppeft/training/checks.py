@@ -229,7 +229,12 @@ def prove(model: nn.Module, packer: Packer, engine: Engine, *, engine_name: str)
 
 
 def _made_up_rows(model: nn.Module, packer: Packer, loss: PerExampleLoss) -> Batch | None:
-    """Rows from the vocabulary that the loss can be computed on, or None."""
+    """Rows from the vocabulary that the loss can be computed on, or None.
+
+    A loss that wants fields of its own may bring such rows: ``loss.made_up_rows(model)``.
+    """
+    if hasattr(loss, "made_up_rows"):
+        return loss.made_up_rows(model)
     if kind_of(model) == "other":
         return None
     from dppeft.text import synthetic_rows
