@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,18 @@ def build_classifier(
     return SentenceClassifier(encoder, num_labels=num_labels, pooling=pooling)
 
 
+def _own_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).logits
+
+
 @torch.inference_mode()
 def predict(
-    model: nn.Module, encoded: Sequence[dict[str, list[int]]], tokenizer: Any, *, tokens: int = 4096
+    model: nn.Module,
+    encoded: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    *,
+    tokens: int = 4096,
+    logits_of: Callable[[nn.Module, dict[str, Tensor]], Tensor] = _own_logits,
 ) -> Tensor:
     """Logits (N, C) of tokenised rows, in their order; sorted by length inside, so little padding.
 
@@ -114,6 +123,7 @@ def predict(
         encoded: rows of ``input_ids`` and ``attention_mask`` (and ``token_type_ids``).
         tokenizer: pads.
         tokens: padded tokens per forward pass.
+        logits_of: ``(model, batch) -> (B, C)``.
     """
     training = model.training
     model.eval()
@@ -129,8 +139,8 @@ def predict(
         ):
             end += 1
         batch = collate([encoded[i] for i in order[start:end]])
-        output = model(**{key: value.to(device) for key, value in batch.items()})
-        logits.append(output.logits.float().cpu())
+        found = logits_of(model, {key: value.to(device) for key, value in batch.items()})
+        logits.append(found.float().cpu())
         start = end
     model.train(training)
     by_length = torch.cat(logits)

@@ -9,12 +9,15 @@ called so. Without ``--data``: the hub's ``nyu-mll/glue``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dppeft.errors import DataError
 from tasks.common import Recipe, Rows, Task, first_file, hub_rows, read_table, rows_from
 
 CLASSES = ("entailment", "neutral", "contradiction")
+LABEL_WORDS = ("yes", "maybe", "no")  # with the template: Li et al. (2022)
+TEMPLATE = "{text:cut}? {mask}, {pair:lower}"
 
 RECIPE = Recipe(epochs=18, batch_size=6000, max_length=128)
 SMALL_RECIPE = Recipe(epochs=10, batch_size=1024, max_length=128)  # 9,815 rows
@@ -26,24 +29,24 @@ def load(data: Path | None = None) -> Task:
         columns = ("premise", "hypothesis", "label")
         splits = ("train", "validation_matched", "validation_mismatched")
         train, *dev = (hub_rows("nyu-mll/glue", "mnli", one, columns=columns) for one in splits)
-        return Task(name="mnli", train=train, evaluation=dev, classes=CLASSES, recipe=RECIPE)
+        return _task("mnli", train, dev, RECIPE)
     matched, mismatched = _local(data, "dev_matched"), _local(data, "dev_mismatched")
     try:
         train = _local(data, "train")
     except DataError:
-        return Task(
-            name="mnli, matched rows only",
-            train=matched,
-            evaluation=[mismatched],
-            classes=CLASSES,
-            recipe=SMALL_RECIPE,
-        )
+        return _task("mnli, matched rows only", matched, [mismatched], SMALL_RECIPE)
+    return _task("mnli", train, [matched, mismatched], RECIPE)
+
+
+def _task(name: str, train: Rows, evaluation: Sequence[Rows], recipe: Recipe) -> Task:
     return Task(
-        name="mnli",
+        name=name,
         train=train,
-        evaluation=[matched, mismatched],
+        evaluation=evaluation,
         classes=CLASSES,
-        recipe=RECIPE,
+        recipe=recipe,
+        template=TEMPLATE,
+        label_words=LABEL_WORDS,
     )
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from tasks.common import Recipe, Rows, Task, package_folder, read_table
 
 CLASSES = ("negative", "positive")
+LABEL_WORDS = ("terrible", "great")  # with the template: Li et al. (2022)
+TEMPLATE = "{text} It was {mask}."
 HELD_OUT = 1530
 
 # See the README for how it was chosen. The head starts from nothing and takes a large rate.
@@ -49,6 +51,8 @@ def load(data: Path | None = None) -> Task:
         evaluation=[_rows("held-out sentences", held_out)],
         classes=CLASSES,
         recipe=RECIPE,
+        template=TEMPLATE,
+        label_words=LABEL_WORDS,
     )
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from tasks.common import Recipe, Task, first_file, hub_rows, read_table, rows_from
 
 CLASSES = ("entailment", "not_entailment")
+LABEL_WORDS = ("yes", "no")  # with the template: Li et al. (2022)
+TEMPLATE = "{text:cut}? {mask}, {pair:lower}"
 
 RECIPE = Recipe(epochs=6, batch_size=2000, max_length=128)
 
@@ -35,4 +37,12 @@ def load(data: Path | None = None) -> Task:
             )
             for split in ("train", "dev")
         )
-    return Task(name="qnli", train=train, evaluation=[dev], classes=CLASSES, recipe=RECIPE)
+    return Task(
+        name="qnli",
+        train=train,
+        evaluation=[dev],
+        classes=CLASSES,
+        recipe=RECIPE,
+        template=TEMPLATE,
+        label_words=LABEL_WORDS,
+    )

@@ -11,6 +11,8 @@ from pathlib import Path
 from tasks.common import Recipe, Task, first_file, hub_rows, read_table, rows_from
 
 CLASSES = ("not_duplicate", "duplicate")
+LABEL_WORDS = ("no", "yes")  # with the template: Li et al. (2022)
+TEMPLATE = "{text:cut} {mask}, {pair:lower}"
 
 RECIPE = Recipe(epochs=18, batch_size=6000, max_length=128)
 
@@ -35,4 +37,12 @@ def load(data: Path | None = None) -> Task:
             )
             for split in ("train", "dev")
         )
-    return Task(name="qqp", train=train, evaluation=[dev], classes=CLASSES, recipe=RECIPE)
+    return Task(
+        name="qqp",
+        train=train,
+        evaluation=[dev],
+        classes=CLASSES,
+        recipe=RECIPE,
+        template=TEMPLATE,
+        label_words=LABEL_WORDS,
+    )

@@ -11,6 +11,8 @@ from pathlib import Path
 from tasks.common import Recipe, Task, first_file, hub_rows, read_table, rows_from
 
 CLASSES = ("negative", "positive")
+LABEL_WORDS = ("terrible", "great")  # with the template: Li et al. (2022)
+TEMPLATE = "{text} It was {mask}."
 
 # Batch and epochs as in Li et al. (2022); rates for an adapter; two of six layers left bare, since
 # the demo's encoder is trained on processors too.
@@ -44,4 +46,12 @@ def load(data: Path | None = None) -> Task:
             )
             for split in ("train", "dev")
         )
-    return Task(name="sst2", train=train, evaluation=[dev], classes=CLASSES, recipe=RECIPE)
+    return Task(
+        name="sst2",
+        train=train,
+        evaluation=[dev],
+        classes=CLASSES,
+        recipe=RECIPE,
+        template=TEMPLATE,
+        label_words=LABEL_WORDS,
+    )

@@ -24,11 +24,11 @@ from transformers import AutoTokenizer, logging
 import dppeft
 from dppeft.errors import DppeftError
 from dppeft.text import TokenDataset
-from tasks.classifier import predict
-from tasks.common import Rows, demo_encoder
+from tasks.classifying import Settings, Work, load_task
+from tasks.common import demo_encoder
+from tasks.objectives import make_objective
 from tasks.results import Result, read_file, write_results
-from tasks.run import Settings, Work, load_task
-from tasks.training import accuracy, encode, without_privacy
+from tasks.training import without_privacy
 
 app = typer.Typer(add_completion=False)
 
@@ -81,12 +81,19 @@ class Sweep:
             delta=given.delta,
             max_grad_norm=task.recipe.max_grad_norm,
         )
-        tokens, _ = encode(task.train, self.tokenizer, task.recipe)
+        objective = make_objective(
+            given.objective,
+            self.folder,
+            self.tokenizer,
+            classes=task.classes,
+            template=task.template,
+            label_words=task.label_words,
+        )
+        tokens, _ = objective.encode(task.train, task.recipe)
         work = Work(
             console=self.console,
             task=task,
-            folder=self.folder,
-            tokenizer=self.tokenizer,
+            objective=objective,
             tokens=tokens,
             dataset=TokenDataset(tokens, task.train.labels),
             method=setting.method,
@@ -108,7 +115,7 @@ class Sweep:
                 epsilon=setting.epsilon,
                 seed=setting.seed,
                 metric="accuracy",
-                value=self._accuracy(model, rows, work),
+                value=work.accuracy(model, rows),
                 trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
                 examples_per_second=done.examples_per_second,
                 seconds=done.seconds,
@@ -119,13 +126,9 @@ class Sweep:
             for rows in task.evaluation
         ]
 
-    def _accuracy(self, model: Any, rows: Rows, work: Work) -> float:
-        tokens, _ = encode(rows, self.tokenizer, work.task.recipe)
-        return accuracy(predict(model, tokens, self.tokenizer), rows.labels)
-
 
 @app.command()
-def main(  # noqa: PLR0913 - one option is one argument
+def main(
     task: Annotated[str, typer.Argument(help="As in tasks.run; a task of classification.")],
     method: Annotated[list[str], typer.Option(help="One or more.")],
     result: Annotated[Path, typer.Option(help="JSON file; what it holds is kept.")],
@@ -141,6 +144,7 @@ def main(  # noqa: PLR0913 - one option is one argument
     epochs: Annotated[float | None, typer.Option(help="Expected visits per row.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Expected logical batch.")] = None,
     lr: Annotated[float | None, typer.Option(help="Rate of LoRA; the others' follow.")] = None,
+    objective: Annotated[str, typer.Option(help="head or infilling.")] = "head",
 ) -> None:
     """Run them one after another."""
     logging.disable_progress_bar()
@@ -158,6 +162,7 @@ def main(  # noqa: PLR0913 - one option is one argument
         output=Path(),
         sentences=(),
         rows=rows,
+        objective=objective,
         recipe=recipe,
     )
     changed = "".join(
@@ -165,6 +170,8 @@ def main(  # noqa: PLR0913 - one option is one argument
         for name, value in {"rows": rows, **recipe}.items()
         if value is not None
     )
+    if objective != "head":
+        changed = f" --objective {objective}{changed}"
     console = Console(soft_wrap=True, highlight=False)
     found = list(read_file(result)) if result.exists() else []
     try:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import dppeft
+from dppeft._types import PerExampleLoss
 from dppeft.loss import default_loss
 from dppeft.text import TokenizedRows, collator_for, tokenize_rows
 from tasks.common import Recipe, Rows
@@ -76,6 +77,7 @@ def fit(
     recipe: Recipe,
     *,
     tokenizer: Any = None,
+    loss: PerExampleLoss | None = None,
     progress: Progress | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Fit:
@@ -87,6 +89,7 @@ def fit(
         plan: owns rate, steps and noise.
         recipe: learning rates, clipping, label smoothing.
         tokenizer: pads the rows; None when they need none.
+        loss: ``(model, batch) -> (B,)``; default: by the model's kind, with label smoothing.
         progress: called after each step.
         options: further arguments of ``dppeft.make_private``.
     """
@@ -98,7 +101,7 @@ def fit(
         dataset,
         plan,
         collate_fn=None if tokenizer is None else collator_for(tokenizer),
-        loss=default_loss(model, label_smoothing=recipe.label_smoothing),
+        loss=loss or default_loss(model, label_smoothing=recipe.label_smoothing),
         clipping=recipe.clipping,
         **(options or {}),
     )

@@ -1,0 +1,319 @@
+"""The way of a classification task: rows, plan, training, report, export, a new process."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dppeft.errors import ArgumentError, DppeftError
+
+if TYPE_CHECKING:
+    from tasks.common import Rows, Task
+    from tasks.objectives import Objective
+    from tasks.training import Fit
+
+# Tasks of classification, each a module of this package.
+TASKS = ("movie_reviews", "sst2", "mnli", "qnli", "qqp")
+SENTENCES = (
+    "a joy from start to finish , warm , funny and beautifully acted .",
+    "two hours of my life that i will never get back .",
+)
+PAIRS = (
+    "A man plays the guitar on a stage. | A man makes music.",
+    "A man plays the guitar on a stage. | The stage is empty.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line said."""
+
+    task: str
+    method: str
+    epsilon: float
+    delta: float
+    compare: bool
+    data: Path | None
+    model: str | None
+    output: Path
+    sentences: Sequence[str]
+    rows: int | None
+    result: Path | None = None
+    objective: str = "head"
+    template: str | None = None
+    label_words: list[str] | None = None
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+
+def run_task(settings: Settings) -> None:
+    """The whole way: rows, plan, training, report, export, a new process that reads it back."""
+    check_before_loading(settings)
+    from accelerate import Accelerator
+    from transformers import AutoTokenizer, logging
+
+    import dppeft
+    from dppeft.text import TokenDataset
+    from tasks.common import demo_encoder
+    from tasks.objectives import make_objective
+    from tasks.reporting import write_figures
+    from tasks.training import without_privacy
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    logging.set_verbosity_error()  # each loading would report the head that is new
+    accelerator = Accelerator()
+    console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, highlight=False)
+    folder = settings.model or str(demo_encoder())
+    task = load_task(settings, folder)
+    recipe = task.recipe
+    objective = make_objective(
+        settings.objective,
+        folder,
+        AutoTokenizer.from_pretrained(folder),
+        classes=task.classes,
+        template=settings.template or task.template,
+        label_words=settings.label_words or task.label_words,
+    )
+    objective.build()  # a model that does not fit is refused before the plan is shown
+    plan = dppeft.plan(
+        num_examples=len(task.train),
+        batch_size=recipe.batch_size,
+        steps=recipe.steps(len(task.train)),
+        epsilon=settings.epsilon,
+        delta=settings.delta,
+        max_grad_norm=recipe.max_grad_norm,
+    )
+    print_plan(console, settings, task, plan)
+    rows, cut = objective.encode(task.train, recipe)
+    console.print(f"rows cut to {recipe.max_length} tokens: {cut} (not private, for you only)")
+    work = Work(
+        console=console,
+        task=task,
+        objective=objective,
+        tokens=rows,
+        dataset=TokenDataset(rows, task.train.labels),
+        method=settings.method,
+        engine_options={**settings.engine_options, "accelerator": accelerator},
+    )
+    model, done = work.train(plan, "private")
+    console.print(
+        f"trained {plan.steps} steps: {done.seconds:.0f} s with the adapter in place, "
+        f"{done.examples_per_second:.0f} examples/s"
+    )
+    models, fits = {f"private {settings.method}": model}, [done]
+    if settings.compare:
+        other, done_without = work.train(without_privacy(plan), "without privacy")
+        models["the same recipe without privacy"] = other
+        fits.append(done_without)
+    scores = [work.report(rows, models, plan) for rows in task.evaluation]
+    if accelerator.is_main_process:
+        size = share(console, settings, model, done.run, paired=task.train.pairs is not None)
+        if settings.result is not None:
+            about = {"task": task, "method": settings.method, "epsilon": settings.epsilon}
+            about |= {"command": command_of(settings), "model": model, "size": size}
+            about["model_name"] = Path(folder).name if settings.model else "MiniLM-L6"
+            write_figures(settings.result, fits=fits, scores=scores, **about)
+    accelerator.wait_for_everyone()
+
+
+def command_of(settings: Settings) -> str:
+    """The command line that makes such a run again."""
+    changed = {name: value for name, value in settings.recipe.items() if value is not None}
+    if settings.objective != "head":
+        changed = {"objective": settings.objective, **changed}
+    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in changed.items())
+    return (
+        f"python -m tasks.run {settings.task} --method {settings.method} "
+        f"--epsilon {settings.epsilon:g}{options}"
+    )
+
+
+def load_task(settings: Settings, folder: str) -> Task:
+    """The task, with what the command line changes and what the model in ``folder`` allows."""
+    from tasks.classifier import stated_pooling
+    from tasks.training import with_settings
+
+    task = importlib.import_module(f"tasks.{settings.task}").load(settings.data)
+    infilling = settings.objective == "infilling"
+    warms_up = not infilling and stated_pooling(Path(folder)) is not None
+    return dataclasses.replace(
+        task,
+        name=f"{task.name}, infilling" if infilling else task.name,
+        recipe=with_settings(
+            task.recipe.for_method(settings.method),
+            # A warm start needs a head that reads nothing but the encoder's features.
+            head_steps=None if warms_up else 0,
+            **settings.recipe,
+        ),
+        train=task.train.select(range(min(settings.rows or len(task.train), len(task.train)))),
+    )
+
+
+@dataclass(kw_only=True)
+class Work:
+    """What training and reporting share."""
+
+    console: Console
+    task: Task
+    objective: Objective
+    tokens: Any
+    dataset: Any
+    method: str
+    engine_options: dict[str, Any]
+    features: Any = None  # of the private rows under the frozen encoder, once they are needed
+
+    def train(self, plan: Any, title: str) -> tuple[Any, Fit]:
+        """A fresh model, trained by the plan."""
+        import dppeft
+        from tasks.reporting import progress_bar
+        from tasks.training import adapted_layers, fit
+        from tasks.warm_start import frozen_features, part_of, warm_start
+
+        recipe, objective = self.task.recipe, self.objective
+        base = objective.build()
+        options = adapted_layers(base, self.method, recipe)
+        # What cannot be wrapped is refused here, before the warm start has spent anything.
+        dppeft.wrap(objective.build(), self.method, **options)
+        ledger = {}
+        if recipe.head_steps:
+            with self.console.status(f"{title}: warm start of the head on frozen features"):
+                if self.features is None:  # once for all runs: the encoder is the same
+                    self.features = frozen_features(base, self.tokens, objective.tokenizer)
+                labels = self.task.train.labels
+                warm = warm_start(
+                    base, self.features, labels, plan, recipe, options=self.engine_options
+                )
+            if warm.run.ledger is not None:  # the main process writes
+                ledger = {"ledger": warm.run.ledger.path}
+        model = dppeft.wrap(base, self.method, **options)
+        objective.prepare(model)
+        with progress_bar(self.console, plan, title) as progress:
+            done = fit(
+                model,
+                self.dataset,
+                part_of(plan, plan.steps - recipe.head_steps),
+                recipe,
+                tokenizer=objective.tokenizer,
+                loss=objective.loss(model, recipe),
+                progress=lambda step: progress(recipe.head_steps + step),
+                options={**self.engine_options, **ledger},
+            )
+        return model, done
+
+    def accuracy(self, model: Any, rows: Rows) -> float:
+        """Of a trained model, on rows that it was not trained on."""
+        from tasks.classifier import predict
+        from tasks.training import accuracy
+
+        tokens, _ = self.objective.encode(rows, self.task.recipe)
+        logits_of, tokenizer = self.objective.logits, self.objective.tokenizer
+        return accuracy(predict(model, tokens, tokenizer, logits_of=logits_of), rows.labels)
+
+    def report(self, rows: Rows, models: dict[str, Any], plan: Any) -> dict[str, float]:
+        """The first model's accuracy on its own line, and a table beside what is simpler."""
+        from tasks.training import majority_accuracy, words_accuracy
+
+        scores = {name: self.accuracy(model, rows) for name, model in models.items()}
+        words = words_accuracy(
+            self.task.train,
+            rows,
+            classes=len(self.task.classes),
+            plan=plan,
+            options=self.engine_options,
+        )
+        table = Table("on " + rows.name, "accuracy")
+        table.add_row("majority class", f"{majority_accuracy(rows.labels):.3f}")
+        table.add_row("private bag of words, same epsilon", f"{words:.3f}")
+        for name, score in scores.items():
+            table.add_row(name, f"{score:.3f}")
+        self.console.print(table)
+        main_score = next(iter(scores.values()))
+        self.console.print(f"accuracy: {main_score:.3f} on {len(rows)} {rows.name}")
+        return scores
+
+
+def check_before_loading(settings: Settings) -> None:
+    """What can be refused before anything is read."""
+    from dppeft.tuners import registry
+
+    if settings.task not in TASKS:
+        raise ArgumentError(f"Unknown task {settings.task!r}. Tasks: {', '.join(TASKS)}.")
+    if settings.objective == "head" and (settings.template or settings.label_words):
+        raise ArgumentError("A head takes no template or label words: add --objective infilling.")
+    registry.info(settings.method)  # an unknown name is an error, with the nearest one
+    if settings.output.exists() and any(settings.output.iterdir()):
+        raise ArgumentError(f"--output {settings.output} is not empty. Name a new folder.")
+    if settings.rows is not None and settings.rows < 1:
+        raise ArgumentError(f"Expected --rows >= 1, got {settings.rows}.")
+
+
+def print_plan(console: Console, settings: Settings, task: Task, plan: Any) -> None:
+    """All that will be spent, and on what, before it is."""
+    recipe = task.recipe
+    console.print(f"[bold]{task.name}[/bold]: {len(task.train)} private rows ({task.train.name})")
+    console.print(
+        f"method {settings.method}, clipping {recipe.clipping}, {recipe.max_length} tokens a row, "
+        f"learning rates {recipe.lr:g} (adapter) and {recipe.head_lr:g} (head)"
+    )
+    if recipe.head_steps:
+        console.print(
+            f"the first {recipe.head_steps} steps train the head alone, on features that the "
+            "encoder computes once"
+        )
+    console.print(plan.explain())
+
+
+def share(
+    console: Console, settings: Settings, model: Any, run: Any, *, paired: bool = False
+) -> int:
+    """Export, say what is shared under which guarantee, read it back in a new process.
+
+    Returns:
+        The bytes shared.
+    """
+    import dppeft
+
+    spent = run.spent()
+    dppeft.export(model, settings.output, spent=run.card())
+    size = sum(path.stat().st_size for path in settings.output.rglob("*") if path.is_file())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    console.print(
+        f"shared: {size:,} bytes in {settings.output} (the model: {whole:,}), under "
+        f"({spent.epsilon:.2f}, {spent.delta:g})-DP for {spent.unit} ({spent.accountant}, "
+        f"{spent.steps} steps)"
+    )
+    command = [sys.executable, "-m", "tasks.predict", settings.task, str(settings.output)]
+    command += ["--model", settings.model] if settings.model else []
+    command += ["--objective", settings.objective]
+    command += ["--template", settings.template] if settings.template else []
+    for word in settings.label_words or ():
+        command += ["--label-word", word]
+    # A fresh process: nothing of this run but the folder. Names that a launcher set would make it
+    # wait for other ranks.
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {key: value for key, value in os.environ.items() if key not in launcher}
+    done = subprocess.run(
+        [*command, "--", *(settings.sentences or (PAIRS if paired else SENTENCES))],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ArgumentError(f"The shared folder could not be read back: {done.stderr[-500:]}")
+    console.print("read back in a new process with peft.PeftModel.from_pretrained:")
+    console.print(done.stdout, end="", markup=False)
+    return size
