@@ -7,7 +7,6 @@ import importlib
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from dppeft.errors import ArgumentError, DppeftError
+from dppeft.errors import ArgumentError
 
 if TYPE_CHECKING:
     from tasks.common import Rows, Task

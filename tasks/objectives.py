@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dppeft._kind import unwrap
-from dppeft._types import Batch, PerExampleLoss
 from dppeft.errors import ArgumentError
 from dppeft.loss import default_loss
 from dppeft.text import Infilling, TokenizedRows
@@ -18,6 +16,8 @@ from tasks.classifier import build_classifier, stated_pooling
 from tasks.common import Recipe, Rows
 from tasks.training import encode
 
+Batch = Mapping[str, Tensor]
+PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 OBJECTIVES = ("head", "infilling")
 
 
@@ -106,11 +106,7 @@ class MaskedWord:
         return model
 
     def prepare(self, model: nn.Module) -> None:
-        # Two of its entries would get a gradient; frozen, no more than those of the tied table that
-        # the label words need are read.
-        decoder = unwrap(model).get_output_embeddings()
-        if getattr(decoder, "bias", None) is not None:
-            decoder.bias.requires_grad_(False)
+        self.infilling.freeze_bias(model)
 
     def loss(self, model: nn.Module, recipe: Recipe) -> PerExampleLoss:
         return self.infilling.loss(label_smoothing=recipe.label_smoothing)

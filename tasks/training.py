@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import dppeft
-from dppeft._types import PerExampleLoss
 from dppeft.loss import default_loss
 from dppeft.text import TokenizedRows, collator_for, tokenize_rows
 from tasks.common import Recipe, Rows
@@ -77,7 +76,7 @@ def fit(
     recipe: Recipe,
     *,
     tokenizer: Any = None,
-    loss: PerExampleLoss | None = None,
+    loss: Callable[[nn.Module, Mapping[str, torch.Tensor]], torch.Tensor] | None = None,
     progress: Progress | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Fit:

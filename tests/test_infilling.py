@@ -104,7 +104,7 @@ def test_full_with_the_words_bias_frozen_reads_the_label_words_alone(
 ) -> None:
     """The quick way, by the rows of the tied table; the whole projection is never called."""
     model, batch = dppeft.wrap(build("bert-mlm"), "full"), batch_of(infilling, tokenizer)
-    model.get_output_embeddings().bias.requires_grad_(False)
+    infilling.freeze_bias(model)
     truth = oracle.per_example(model, rows_alone(batch), definition(infilling))
     calls = []
     model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))

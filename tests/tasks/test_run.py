@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 import dppeft
 from dppeft.errors import ArgumentError
 from dppeft.text import TokenDataset
+from tasks.classifying import Settings, Work, run_task
 from tasks.common import Recipe, Rows, Task
-from tasks.run import Settings, Work, run_task
+from tasks.objectives import make_objective
 from tasks.training import encode, majority_accuracy, make_optimizer, with_settings, words_accuracy
 from tests.tiny import build, opinions, save_folder
 
@@ -62,7 +63,7 @@ def test_the_main_job_from_rows_to_a_new_process(
     torch.manual_seed(0)  # LoRA's start; the noise has the run's own seed
     run_task(_settings(folder, sentence_folder))
     text = capsys.readouterr().out
-    assert text.index("epsilon (pld)") < text.index("trained 60 steps")  # the plan comes first
+    assert text.index("epsilon (pld)") < text.index("trained 80 steps")  # the plan comes first
     accuracy = float(text.split("accuracy: ")[1].split()[0])
     assert accuracy > 0.8
     for row in ("majority class", "private bag of words", "private lora", "without privacy"):
@@ -75,6 +76,50 @@ def test_the_main_job_from_rows_to_a_new_process(
     for sentence in ("a very good film", "an awful plot"):
         (line,) = (line for line in new_process.splitlines() if line.endswith(sentence))
         assert line.split()[0] in ("positive", "negative")
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_infilling_from_rows_to_a_new_process(
+    method: str, folder: Path, sentence_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A masked language model, no head, and the same report; it reads words back elsewhere."""
+    build("bert-mlm", vocab_size=17, pad_token_id=0).save_pretrained(sentence_folder)
+    words = ["bad", "good"]
+    settings = _settings(
+        folder,
+        sentence_folder,
+        method=method,
+        compare=False,
+        objective="infilling",
+        template="{text} very {mask}",
+        label_words=words,
+        result=folder / "found.json",
+    )
+    torch.manual_seed(0)
+    run_task(settings)
+    text = capsys.readouterr().out
+    assert "trained 60 steps" in text  # no warm start: there is no head
+    assert "negative" in text.split("read back in a new process")[1]
+    (found,) = json.loads((folder / "found.json").read_text())
+    assert found["task"] == "sst2, infilling"
+    assert found["value"] > 0.8
+    assert "--objective infilling" in found["command"]
+
+
+def test_infilling_refuses_what_does_not_fit_before_the_plan(
+    folder: Path, sentence_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"objective": "infilling", "compare": False}
+    with pytest.raises(ArgumentError, match="'terrible' is 1 tokens .* Choose a commoner word"):
+        run_task(_settings(folder, sentence_folder, **given))
+    words = {"label_words": ["bad", "good", "not"]}
+    with pytest.raises(ArgumentError, match=r"3 label words for 2 classes \(negative, positive\)"):
+        run_task(_settings(folder, sentence_folder, **given, **words))
+    with pytest.raises(ArgumentError, match="A head takes no template or label words"):
+        run_task(_settings(folder, sentence_folder, label_words=["bad", "good"]))
+    with pytest.raises(ArgumentError, match="Unknown objective 'infiling'"):
+        run_task(_settings(folder, sentence_folder, objective="infiling"))
+    assert "epsilon" not in capsys.readouterr().out
 
 
 def test_wrong_use_is_refused_before_anything_is_read(folder: Path, sentence_folder: Path) -> None:
@@ -146,8 +191,14 @@ def test_the_warm_start_spends_from_the_one_budget(
             classes=("no", "yes"),
             recipe=recipe,
         ),
-        folder=str(sentence_folder),
-        tokenizer=tokenizer,
+        objective=make_objective(
+            "head",
+            str(sentence_folder),
+            tokenizer,
+            classes=("no", "yes"),
+            template="",
+            label_words=(),
+        ),
         tokens=tokens,
         dataset=TokenDataset(tokens, labels),
         method="lora",
