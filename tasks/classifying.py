@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -61,12 +62,8 @@ def run_task(settings: Settings) -> None:
     """The whole way: rows, plan, training, report, export, a new process that reads it back."""
     check_before_loading(settings)
     from accelerate import Accelerator
-    from transformers import AutoTokenizer, logging
+    from transformers import logging
 
-    import dppeft
-    from dppeft.text import TokenDataset
-    from tasks.common import demo_encoder
-    from tasks.objectives import make_objective
     from tasks.reporting import write_figures
     from tasks.training import without_privacy
 
@@ -75,57 +72,40 @@ def run_task(settings: Settings) -> None:
     logging.set_verbosity_error()  # each loading would report the head that is new
     accelerator = Accelerator()
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, highlight=False)
-    folder = settings.model or str(demo_encoder())
-    task = load_task(settings, folder)
-    recipe = task.recipe
-    objective = make_objective(
-        settings.objective,
-        folder,
-        AutoTokenizer.from_pretrained(folder),
-        classes=task.classes,
-        template=settings.template or task.template,
-        label_words=settings.label_words or task.label_words,
-    )
-    objective.build()  # a model that does not fit is refused before the plan is shown
-    plan = dppeft.plan(
-        num_examples=len(task.train),
-        batch_size=recipe.batch_size,
-        steps=recipe.steps(len(task.train)),
-        epsilon=settings.epsilon,
-        delta=settings.delta,
-        max_grad_norm=recipe.max_grad_norm,
-    )
-    print_plan(console, settings, task, plan)
-    rows, cut = objective.encode(task.train, recipe)
-    console.print(f"rows cut to {recipe.max_length} tokens: {cut} (not private, for you only)")
-    work = Work(
-        console=console,
-        task=task,
-        objective=objective,
-        tokens=rows,
-        dataset=TokenDataset(rows, task.train.labels),
-        method=settings.method,
-        engine_options={**settings.engine_options, "accelerator": accelerator},
-    )
-    model, done = work.train(plan, "private")
+    work = Work.of(settings, console, {**settings.engine_options, "accelerator": accelerator})
+    work.objective.build()  # a model that does not fit is refused before the plan is shown
+    print_plan(console, settings, work)
+    model, done = work.train(work.plan, "private")
     console.print(
-        f"trained {plan.steps} steps: {done.seconds:.0f} s with the adapter in place, "
+        f"trained {work.plan.steps} steps: {done.seconds:.0f} s with the adapter in place, "
         f"{done.examples_per_second:.0f} examples/s"
     )
     models, fits = {f"private {settings.method}": model}, [done]
     if settings.compare:
-        other, done_without = work.train(without_privacy(plan), "without privacy")
+        other, done_without = work.train(without_privacy(work.plan), "without privacy")
         models["the same recipe without privacy"] = other
         fits.append(done_without)
-    scores = [work.report(rows, models, plan) for rows in task.evaluation]
+    scores = [work.report(rows, models, work.plan) for rows in work.task.evaluation]
     if accelerator.is_main_process:
-        size = share(console, settings, model, done.run, paired=task.train.pairs is not None)
+        paired = work.task.train.pairs is not None
+        size = share(console, settings, model, done.run, paired=paired)
         if settings.result is not None:
-            about = {"task": task, "method": settings.method, "epsilon": settings.epsilon}
+            about = {"task": work.task, "method": settings.method, "epsilon": settings.epsilon}
             about |= {"command": command_of(settings), "model": model, "size": size}
-            about["model_name"] = Path(folder).name if settings.model else "MiniLM-L6"
+            about["model_name"] = model_name(settings)
             write_figures(settings.result, fits=fits, scores=scores, **about)
     accelerator.wait_for_everyone()
+
+
+def new_folder(task: str, method: str, epsilon: float) -> Path:
+    """Where a run's result goes when nothing is said."""
+    started = time.strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{task}-{method}-eps{epsilon:g}-{started}"
+
+
+def model_name(settings: Settings) -> str:
+    """Of the base model, for the table."""
+    return Path(settings.model).name if settings.model else "MiniLM-L6"
 
 
 def command_of(settings: Settings) -> str:
@@ -168,11 +148,54 @@ class Work:
     console: Console
     task: Task
     objective: Objective
+    plan: Any
     tokens: Any
+    cut: int  # rows that lost tokens; private
     dataset: Any
     method: str
     engine_options: dict[str, Any]
     features: Any = None  # of the private rows under the frozen encoder, once they are needed
+
+    @classmethod
+    def of(cls, settings: Settings, console: Console, engine_options: dict[str, Any]) -> Work:
+        """All that is known before a run: rows, tokens, plan. Nothing is spent."""
+        from transformers import AutoTokenizer
+
+        import dppeft
+        from dppeft.text import TokenDataset
+        from tasks.common import demo_encoder
+        from tasks.objectives import make_objective
+
+        folder = settings.model or str(demo_encoder())
+        task = load_task(settings, folder)
+        objective = make_objective(
+            settings.objective,
+            folder,
+            AutoTokenizer.from_pretrained(folder),
+            classes=task.classes,
+            template=settings.template or task.template,
+            label_words=settings.label_words or task.label_words,
+        )
+        plan = dppeft.plan(
+            num_examples=len(task.train),
+            batch_size=task.recipe.batch_size,
+            steps=task.recipe.steps(len(task.train)),
+            epsilon=settings.epsilon,
+            delta=settings.delta,
+            max_grad_norm=task.recipe.max_grad_norm,
+        )
+        tokens, cut = objective.encode(task.train, task.recipe)
+        return cls(
+            console=console,
+            task=task,
+            objective=objective,
+            plan=plan,
+            tokens=tokens,
+            cut=cut,
+            dataset=TokenDataset(tokens, task.train.labels),
+            method=settings.method,
+            engine_options=engine_options,
+        )
 
     def train(self, plan: Any, title: str) -> tuple[Any, Fit]:
         """A fresh model, trained by the plan."""
@@ -259,9 +282,9 @@ def check_before_loading(settings: Settings) -> None:
         raise ArgumentError(f"Expected --rows >= 1, got {settings.rows}.")
 
 
-def print_plan(console: Console, settings: Settings, task: Task, plan: Any) -> None:
+def print_plan(console: Console, settings: Settings, work: Work) -> None:
     """All that will be spent, and on what, before it is."""
-    recipe = task.recipe
+    task, recipe = work.task, work.task.recipe
     console.print(f"[bold]{task.name}[/bold]: {len(task.train)} private rows ({task.train.name})")
     console.print(
         f"method {settings.method}, clipping {recipe.clipping}, {recipe.max_length} tokens a row, "
@@ -272,7 +295,8 @@ def print_plan(console: Console, settings: Settings, task: Task, plan: Any) -> N
             f"the first {recipe.head_steps} steps train the head alone, on features that the "
             "encoder computes once"
         )
-    console.print(plan.explain())
+    console.print(work.plan.explain())
+    console.print(f"rows cut to {recipe.max_length} tokens: {work.cut} (not private, for you only)")
 
 
 def share(

@@ -8,14 +8,13 @@ accelerate launch --cpu --num_processes 2 -m tasks.run movie_reviews
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dppeft.errors import DppeftError
-from tasks.classifying import TASKS, Settings, run_task
+from tasks.classifying import TASKS, Settings, new_folder, run_task
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=(__doc__ or "").split("\n")[0])
 
@@ -39,9 +38,7 @@ def classification(
     max_grad_norm: Annotated[float | None, typer.Option(help="Clipping threshold.")] = None,
     clipping: Annotated[str | None, typer.Option(help="flat, per_layer or automatic.")] = None,
     objective: Annotated[str, typer.Option(help="head, or infilling: a word at a mask.")] = "head",
-    template: Annotated[
-        str | None, typer.Option(help="'{text} It was {mask}.'; infilling.")
-    ] = None,
+    template: Annotated[str | None, typer.Option(help="'{text} It was {mask}.'")] = None,
     label_word: Annotated[list[str] | None, typer.Option(help="One per class, in order.")] = None,
     engine: Annotated[str, typer.Option(help="auto or opacus.")] = "auto",
     precision: Annotated[str, typer.Option(help="auto, float32 or bf16.")] = "auto",
@@ -50,7 +47,6 @@ def classification(
 ) -> None:
     """Train a classifier privately and report it beside what is simpler."""
     task = str(ctx.info_name)
-    started = time.strftime("%Y%m%d-%H%M%S")
     settings = Settings(
         task=task,
         method=method,
@@ -59,7 +55,7 @@ def classification(
         compare=compare,
         data=data,
         model=model,
-        output=output or Path("runs") / f"{task}-{method}-eps{epsilon:g}-{started}",
+        output=output or new_folder(task, method, epsilon),
         sentences=predict or (),
         objective=objective,
         template=template,

@@ -19,14 +19,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoTokenizer, logging
+from transformers import logging
 
 import dppeft
 from dppeft.errors import DppeftError
-from dppeft.text import TokenDataset
-from tasks.classifying import Settings, Work, load_task
-from tasks.common import demo_encoder
-from tasks.objectives import make_objective
+from tasks.classifying import Settings, Work, model_name
 from tasks.results import Result, read_file, write_results
 from tasks.training import without_privacy
 
@@ -59,72 +56,41 @@ def settings_of(
             yield Setting(method=method, epsilon=None, seed=0)
 
 
-class Sweep:
-    """The rows of a task and what its runs share."""
+def one(given: Settings, setting: Setting, console: Console, features: Any) -> tuple[Work, Any]:
+    """Trains once; what was prepared, with the frozen encoder's features, and what came of it."""
+    settings = replace(given, method=setting.method, epsilon=setting.epsilon or float("inf"))
+    work = Work.of(settings, console, dict(given.engine_options))
+    work.features = features
+    torch.manual_seed(setting.seed)  # of the start values, which are public
+    plan = work.plan if setting.epsilon else without_privacy(work.plan)
+    return work, work.train(plan, f"{setting.method}, {setting.epsilon or 'no privacy'}")
 
-    def __init__(self, given: Settings, console: Console) -> None:
-        self.given = given
-        self.folder = given.model or str(demo_encoder())
-        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        self.console = console
-        self.features: Any = None
 
-    def one(self, setting: Setting, command: str) -> list[Result]:
-        """Trains once; one result for each set of rows to report on."""
-        given = replace(self.given, method=setting.method)
-        task = load_task(given, self.folder)
-        plan = dppeft.plan(
-            num_examples=len(task.train),
-            batch_size=task.recipe.batch_size,
-            steps=task.recipe.steps(len(task.train)),
-            epsilon=setting.epsilon or float("inf"),
-            delta=given.delta,
-            max_grad_norm=task.recipe.max_grad_norm,
-        )
-        objective = make_objective(
-            given.objective,
-            self.folder,
-            self.tokenizer,
-            classes=task.classes,
-            template=task.template,
-            label_words=task.label_words,
-        )
-        tokens, _ = objective.encode(task.train, task.recipe)
-        work = Work(
-            console=self.console,
-            task=task,
-            objective=objective,
-            tokens=tokens,
-            dataset=TokenDataset(tokens, task.train.labels),
+def results_of(
+    given: Settings, setting: Setting, work: Work, trained: Any, command: str
+) -> Iterator[Result]:
+    """One for each set of rows to report on."""
+    model, done = trained
+    with tempfile.TemporaryDirectory() as folder:
+        dppeft.export(model, folder, spent=done.run.card())
+        shared = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    for rows in work.task.evaluation:
+        several = len(work.task.evaluation) > 1
+        yield Result(
+            task=f"{work.task.name} ({rows.name})" if several else work.task.name,
+            model=model_name(given),
             method=setting.method,
-            engine_options=given.engine_options,
-            features=self.features,
+            epsilon=setting.epsilon,
+            seed=setting.seed,
+            metric="accuracy",
+            value=work.accuracy(model, rows),
+            trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            examples_per_second=done.examples_per_second,
+            seconds=done.seconds,
+            private_rows=len(work.task.train),
+            bytes_shared=shared,
+            command=command,
         )
-        torch.manual_seed(setting.seed)  # of the start values, which are public
-        planned = plan if setting.epsilon else without_privacy(plan)
-        model, done = work.train(planned, f"{setting.method}, {setting.epsilon or 'no privacy'}")
-        self.features = work.features
-        with tempfile.TemporaryDirectory() as folder:
-            dppeft.export(model, folder, spent=done.run.card())
-            shared = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-        return [
-            Result(
-                task=f"{task.name} ({rows.name})" if len(task.evaluation) > 1 else task.name,
-                model=Path(self.folder).name if given.model else "MiniLM-L6",
-                method=setting.method,
-                epsilon=setting.epsilon,
-                seed=setting.seed,
-                metric="accuracy",
-                value=work.accuracy(model, rows),
-                trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-                examples_per_second=done.examples_per_second,
-                seconds=done.seconds,
-                private_rows=len(task.train),
-                bytes_shared=shared,
-                command=command,
-            )
-            for rows in task.evaluation
-        ]
 
 
 @app.command()
@@ -175,11 +141,14 @@ def main(
     console = Console(soft_wrap=True, highlight=False)
     found = list(read_file(result)) if result.exists() else []
     try:
-        sweep = Sweep(given, console)
+        features = None
         for setting in settings_of(method, epsilon or [8.0], seeds, no_privacy=no_privacy):
             if setting.is_in(found):
                 continue
-            found += sweep.one(setting, f"python -m tasks.sweep {task}{changed}")
+            work, trained = one(given, setting, console, features)
+            features = work.features
+            command = f"python -m tasks.sweep {task}{changed}"
+            found += results_of(given, setting, work, trained, command)
             write_results(result, found)
             console.print(f"{setting.method}, {setting.epsilon}: {found[-1].value:.3f}")
     except DppeftError as error:
