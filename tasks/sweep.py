@@ -24,6 +24,7 @@ from transformers import logging
 import dppeft
 from dppeft.errors import DppeftError
 from tasks.classifying import Settings, Work, model_name
+from tasks.common import Recipe
 from tasks.results import Result, read_file, write_results
 from tasks.training import without_privacy
 
@@ -58,7 +59,12 @@ def settings_of(
 
 def one(given: Settings, setting: Setting, console: Console, features: Any) -> tuple[Work, Any]:
     """Trains once; what was prepared, with the frozen encoder's features, and what came of it."""
-    settings = replace(given, method=setting.method, epsilon=setting.epsilon or float("inf"))
+    recipe = dict(given.recipe)
+    if recipe["lr"] is not None:  # LoRA's: the other methods' follow from it, as by default
+        recipe["lr"] = Recipe(lr=recipe["lr"]).for_method(setting.method).lr
+    settings = replace(
+        given, method=setting.method, epsilon=setting.epsilon or float("inf"), recipe=recipe
+    )
     work = Work.of(settings, console, dict(given.engine_options))
     work.features = features
     torch.manual_seed(setting.seed)  # of the start values, which are public
