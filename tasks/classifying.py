@@ -7,9 +7,8 @@ import importlib
 import os
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,19 @@ from rich.console import Console
 from rich.table import Table
 
 from dppeft.errors import ArgumentError
+from tasks.settings import (
+    Settings,
+    check_before_loading,
+    command_of,
+    model_name,
+    stated_epsilon,
+)
 
 if TYPE_CHECKING:
     from tasks.common import Rows, Task
     from tasks.objectives import Objective
     from tasks.training import Fit
 
-# Tasks of classification, each a module of this package.
-TASKS = ("movie_reviews", "sst2", "mnli", "qnli", "qqp")
 SENTENCES = (
     "a joy from start to finish , warm , funny and beautifully acted .",
     "two hours of my life that i will never get back .",
@@ -34,28 +38,6 @@ PAIRS = (
     "A man plays the guitar on a stage. | A man makes music.",
     "A man plays the guitar on a stage. | The stage is empty.",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the command line said."""
-
-    task: str
-    method: str
-    epsilon: float
-    delta: float
-    compare: bool
-    data: Path | None
-    model: str | None
-    output: Path
-    sentences: Sequence[str]
-    rows: int | None
-    result: Path | None = None
-    objective: str = "head"
-    template: str | None = None
-    label_words: list[str] | None = None
-    engine_options: dict[str, Any] = field(default_factory=dict)
-    recipe: dict[str, Any] = field(default_factory=dict)
 
 
 def run_task(settings: Settings) -> None:
@@ -90,34 +72,15 @@ def run_task(settings: Settings) -> None:
         paired = work.task.train.pairs is not None
         size = share(console, settings, model, done.run, paired=paired)
         if settings.result is not None:
-            about = {"task": work.task, "method": settings.method, "epsilon": settings.epsilon}
+            about = {
+                "task": work.task,
+                "method": settings.method,
+                "epsilon": stated_epsilon(work.plan),
+            }
             about |= {"command": command_of(settings), "model": model, "size": size}
             about["model_name"] = model_name(settings)
             write_figures(settings.result, fits=fits, scores=scores, **about)
     accelerator.wait_for_everyone()
-
-
-def new_folder(task: str, method: str, epsilon: float) -> Path:
-    """Where a run's result goes when nothing is said."""
-    started = time.strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{task}-{method}-eps{epsilon:g}-{started}"
-
-
-def model_name(settings: Settings) -> str:
-    """Of the base model, for the table."""
-    return Path(settings.model).name if settings.model else "MiniLM-L6"
-
-
-def command_of(settings: Settings) -> str:
-    """The command line that makes such a run again."""
-    changed = {name: value for name, value in settings.recipe.items() if value is not None}
-    if settings.objective != "head":
-        changed = {"objective": settings.objective, **changed}
-    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in changed.items())
-    return (
-        f"python -m tasks.run {settings.task} --method {settings.method} "
-        f"--epsilon {settings.epsilon:g}{options}"
-    )
 
 
 def load_task(settings: Settings, folder: str) -> Task:
@@ -134,8 +97,7 @@ def load_task(settings: Settings, folder: str) -> Task:
         recipe=with_settings(
             task.recipe.for_method(settings.method),
             # A warm start needs a head that reads nothing but the encoder's features.
-            head_steps=None if warms_up else 0,
-            **settings.recipe,
+            **{**settings.recipe, **({} if warms_up else {"head_steps": 0})},
         ),
         train=task.train.select(range(min(settings.rows or len(task.train), len(task.train)))),
     )
@@ -154,6 +116,7 @@ class Work:
     dataset: Any
     method: str
     engine_options: dict[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)  # of dppeft.wrap
     features: Any = None  # of the private rows under the frozen encoder, once they are needed
 
     @classmethod
@@ -181,6 +144,8 @@ class Work:
             batch_size=task.recipe.batch_size,
             steps=task.recipe.steps(len(task.train)),
             epsilon=settings.epsilon,
+            noise_multiplier=settings.noise_multiplier,
+            accountant=settings.accountant,
             delta=settings.delta,
             max_grad_norm=task.recipe.max_grad_norm,
         )
@@ -194,6 +159,7 @@ class Work:
             cut=cut,
             dataset=TokenDataset(tokens, task.train.labels),
             method=settings.method,
+            options=settings.options,
             engine_options=engine_options,
         )
 
@@ -206,7 +172,7 @@ class Work:
 
         recipe, objective = self.task.recipe, self.objective
         base = objective.build()
-        options = adapted_layers(base, self.method, recipe)
+        options = {**adapted_layers(base, self.method, recipe), **self.options}
         # What cannot be wrapped is refused here, before the warm start has spent anything.
         dppeft.wrap(objective.build(), self.method, **options)
         ledger = {}
@@ -265,21 +231,6 @@ class Work:
         main_score = next(iter(scores.values()))
         self.console.print(f"accuracy: {main_score:.3f} on {len(rows)} {rows.name}")
         return scores
-
-
-def check_before_loading(settings: Settings) -> None:
-    """What can be refused before anything is read."""
-    from dppeft.tuners import registry
-
-    if settings.task not in TASKS:
-        raise ArgumentError(f"Unknown task {settings.task!r}. Tasks: {', '.join(TASKS)}.")
-    if settings.objective == "head" and (settings.template or settings.label_words):
-        raise ArgumentError("A head takes no template or label words: add --objective infilling.")
-    registry.info(settings.method)  # an unknown name is an error, with the nearest one
-    if settings.output.exists() and any(settings.output.iterdir()):
-        raise ArgumentError(f"--output {settings.output} is not empty. Name a new folder.")
-    if settings.rows is not None and settings.rows < 1:
-        raise ArgumentError(f"Expected --rows >= 1, got {settings.rows}.")
 
 
 def print_plan(console: Console, settings: Settings, work: Work) -> None:

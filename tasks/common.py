@@ -71,6 +71,10 @@ class Recipe:
     max_grad_norm: float = 0.1
     clipping: str = "flat"
     label_smoothing: float = 0.0
+    schedule: str = "linear"  # of the rates: linear to 0, or constant
+    warmup: float = 0.0  # share of the steps in which the rates rise from 0
+    weight_decay: float = 0.0  # decoupled
+    betas: tuple[float, float] = (0.9, 0.999)
 
     def for_method(self, method: str) -> Recipe:
         """The same with the rate that suits what the method trains, if it says any."""

@@ -14,15 +14,17 @@ from typing import Annotated
 import typer
 
 from dppeft.errors import DppeftError
-from tasks.classifying import TASKS, Settings, new_folder, run_task
+from tasks.classifying import run_task
+from tasks.settings import TASKS, Settings, new_folder, with_paper
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=(__doc__ or "").split("\n")[0])
 
 
 def classification(
     ctx: typer.Context,
-    method: Annotated[str, typer.Option(help="What trains; see `dppeft methods`.")] = "lora",
-    epsilon: Annotated[float, typer.Option(help="Budget of the run.")] = 8.0,
+    method: Annotated[str | None, typer.Option(help="`dppeft methods`; default: lora.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Budget of the run; default: 8.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="See `python -m tasks.recipes`.")] = None,
     delta: Annotated[float, typer.Option(help="Below 1 / number of rows.")] = 1e-5,
     compare: Annotated[bool, typer.Option(help="Train once more without privacy.")] = False,
     data: Annotated[Path | None, typer.Option(help="Folder of local files.")] = None,
@@ -46,16 +48,15 @@ def classification(
     result: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Train a classifier privately and report it beside what is simpler."""
-    task = str(ctx.info_name)
     settings = Settings(
-        task=task,
-        method=method,
-        epsilon=epsilon,
+        task=str(ctx.info_name),
+        method=method or "lora",
+        epsilon=8.0 if epsilon is None else epsilon,
         delta=delta,
         compare=compare,
         data=data,
         model=model,
-        output=output or new_folder(task, method, epsilon),
+        output=output or new_folder(str(ctx.info_name), recipe or method or "lora"),
         sentences=predict or (),
         objective=objective,
         template=template,
@@ -74,6 +75,8 @@ def classification(
         },
     )
     try:
+        if recipe is not None:
+            settings = with_paper(settings, recipe, method=method, epsilon=epsilon)
         run_task(settings)
     except DppeftError as error:
         typer.echo(f"Error: {error}", err=True)

@@ -23,9 +23,10 @@ from transformers import logging
 
 import dppeft
 from dppeft.errors import DppeftError
-from tasks.classifying import Settings, Work, model_name
+from tasks.classifying import Work
 from tasks.common import Recipe
 from tasks.results import Result, read_file, write_results
+from tasks.settings import Settings, model_name
 from tasks.training import without_privacy
 
 app = typer.Typer(add_completion=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -51,16 +52,27 @@ class Fit:
 def make_optimizer(
     model: nn.Module, recipe: Recipe, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Adam with one rate for the head and one for the rest; both fall linearly to 0."""
+    """Adam with one rate for the head and one for the rest; both follow the recipe's schedule."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     head = [p for name, p in named if "classifier" in name or "score" in name]
     rest = [p for name, p in named if not ("classifier" in name or "score" in name)]
     groups = [{"params": head, "lr": recipe.head_lr}, {"params": rest, "lr": recipe.lr}]
-    optimizer = torch.optim.Adam([group for group in groups if group["params"]])
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    optimizer = torch.optim.AdamW(  # without decay this is Adam
+        [group for group in groups if group["params"]],
+        betas=recipe.betas,
+        weight_decay=recipe.weight_decay,
+    )
+    rising = math.ceil(recipe.warmup * steps)
+
+    def share(step: int) -> float:
+        if step < rising:
+            return (step + 1) / (rising + 1)
+        return 1.0 if recipe.schedule == "constant" else 1 - (step - rising) / (steps - rising)
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
 
-def adapted_layers(base: nn.Module, method: str, recipe: Recipe) -> dict[str, list[int]]:
+def adapted_layers(base: nn.Module, method: str, recipe: Recipe) -> dict[str, Any]:
     """The option of ``dppeft.wrap`` that leaves the lowest layers bare, where the method has it."""
     layers = getattr(base.config, "num_hidden_layers", 0)
     bare = int(recipe.bare_layers * layers)
@@ -187,7 +199,7 @@ def words_accuracy(
         num_examples=plan.num_examples,
         batch_size=min(WORDS_RECIPE.batch_size, plan.num_examples),
         epochs=WORDS_RECIPE.epochs,
-        epsilon=plan.target_epsilon,
+        epsilon=plan.target_epsilon or plan.epsilon(),
         delta=plan.delta,
         max_grad_norm=WORDS_RECIPE.max_grad_norm,
     )

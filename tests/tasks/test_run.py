@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 import dppeft
 from dppeft.errors import ArgumentError
 from dppeft.text import TokenDataset
-from tasks.classifying import Settings, Work, run_task
+from tasks.classifying import Work, run_task
 from tasks.common import Recipe, Rows, Task
 from tasks.objectives import make_objective
+from tasks.settings import Settings
 from tasks.training import encode, majority_accuracy, make_optimizer, with_settings, words_accuracy
 from tests.tiny import build, opinions, save_folder
 

@@ -1,0 +1,123 @@
+"""What the command line says of a run, and what a recipe says where the command line is silent."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dppeft.errors import ArgumentError
+
+# Tasks of classification, each a module of this package.
+TASKS = ("movie_reviews", "sst2", "mnli", "qnli", "qqp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line said."""
+
+    task: str
+    method: str
+    epsilon: float | None
+    delta: float
+    compare: bool
+    data: Path | None
+    model: str | None
+    output: Path
+    sentences: Sequence[str]
+    rows: int | None
+    result: Path | None = None
+    paper: str = ""  # name of the recipe that the settings are from
+    objective: str = "head"
+    template: str | None = None
+    label_words: list[str] | None = None
+    noise_multiplier: float | None = None  # instead of epsilon
+    accountant: str = "pld"
+    options: Mapping[str, Any] = field(default_factory=dict)  # of dppeft.wrap
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+
+def command_of(settings: Settings) -> str:
+    """The command line that makes such a run again."""
+    if settings.paper:
+        return f"python -m tasks.run {settings.task} --recipe {settings.paper}"
+    changed = {name: value for name, value in settings.recipe.items() if value is not None}
+    if settings.objective != "head":
+        changed = {"objective": settings.objective, **changed}
+    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in changed.items())
+    return (
+        f"python -m tasks.run {settings.task} --method {settings.method} "
+        f"--epsilon {settings.epsilon:g}{options}"
+    )
+
+
+def with_paper(
+    settings: Settings, name: str, *, method: str | None, epsilon: float | None
+) -> Settings:
+    """The settings of a recipe, wherever the command line says nothing else.
+
+    Args:
+        settings: as the command line said; ``recipe`` holds None for what it did not say.
+        name: of the recipe.
+        method: on the command line, or None.
+        epsilon: on the command line, or None.
+
+    Raises:
+        ArgumentError: no such recipe, or one of another task.
+    """
+    from tasks.recipes import recipe
+
+    paper = recipe(name)
+    if paper.task != settings.task:
+        raise ArgumentError(
+            f"Recipe {name} is for {paper.task}, not for {settings.task}. Start it with "
+            f"`python -m tasks.run {paper.task} --recipe {name}`."
+        )
+    given = {key: value for key, value in settings.recipe.items() if value is not None}
+    return dataclasses.replace(
+        settings,
+        paper=name,
+        method=method or paper.method,
+        model=settings.model or (None if paper.model == "minilm" else paper.model),
+        epsilon=paper.epsilon if epsilon is None else epsilon,
+        noise_multiplier=paper.noise_multiplier if epsilon is None else None,
+        delta=paper.delta,
+        accountant=paper.accountant,
+        objective=paper.objective,
+        options=paper.options if method in (None, paper.method) else {},
+        recipe={**paper.training(), **given},
+    )
+
+
+def stated_epsilon(plan: Any) -> float:
+    """The budget, or what the noise comes to where none was set."""
+    return plan.target_epsilon or round(plan.epsilon(), 2)
+
+
+def new_folder(task: str, of: str) -> Path:
+    """Where a run's result goes when nothing is said."""
+    return Path("runs") / f"{task}-{of}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def model_name(settings: Settings) -> str:
+    """Of the base model, for the table."""
+    return Path(settings.model).name if settings.model else "MiniLM-L6"
+
+
+def check_before_loading(settings: Settings) -> None:
+    """What can be refused before anything is read."""
+    from dppeft.tuners import registry
+
+    if settings.task not in TASKS:
+        raise ArgumentError(f"Unknown task {settings.task!r}. Tasks: {', '.join(TASKS)}.")
+    if settings.objective == "head" and (settings.template or settings.label_words):
+        raise ArgumentError("A head takes no template or label words: add --objective infilling.")
+    registry.info(settings.method)  # an unknown name is an error, with the nearest one
+    if settings.output.exists() and any(settings.output.iterdir()):
+        raise ArgumentError(f"--output {settings.output} is not empty. Name a new folder.")
+    if settings.rows is not None and settings.rows < 1:
+        raise ArgumentError(f"Expected --rows >= 1, got {settings.rows}.")
