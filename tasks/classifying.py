@@ -78,7 +78,7 @@ def run_task(settings: Settings) -> None:
                 "epsilon": stated_epsilon(work.plan),
             }
             about |= {"command": command_of(settings), "model": model, "size": size}
-            about["model_name"] = model_name(settings)
+            about |= {"model_name": model_name(settings), "recipe": settings.paper}
             write_figures(settings.result, fits=fits, scores=scores, **about)
     accelerator.wait_for_everyone()
 

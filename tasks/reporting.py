@@ -59,6 +59,7 @@ def write_figures(  # noqa: PLR0913 - all that a line of the table says
     scores: Sequence[dict[str, float]],
     model: Any,
     size: int,
+    recipe: str = "",
 ) -> None:
     """The private run, and the one without privacy where there was one; one file.
 
@@ -73,6 +74,7 @@ def write_figures(  # noqa: PLR0913 - all that a line of the table says
         scores: for each evaluation set, accuracy by run in the same order.
         model: the private one.
         size: bytes shared of it.
+        recipe: that the run was of, if any.
     """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     results = []
@@ -92,6 +94,7 @@ def write_figures(  # noqa: PLR0913 - all that a line of the table says
                     private_rows=len(task.train),
                     bytes_shared=None if number else size,
                     command=command,
+                    recipe=recipe,
                 )
             )
     write_results(path, results)

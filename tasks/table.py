@@ -1,7 +1,9 @@
-"""The table of results, from the files in ``tasks/results``: only what was measured is in it.
+"""The tables of results, from the files in ``tasks/results``: only what was measured is in them.
 
-python -m tasks.table                 # prints it
-python -m tasks.table --readme        # puts it into README.md, between its two marks
+python -m tasks.table                 # prints both
+python -m tasks.table --readme        # puts them into README.md and tasks/reproduction.md
+
+The second table sets the papers' figures beside ours, or says what a run of them needs.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Annotated
 
 import typer
 
+from tasks import recipes
+from tasks.recipes import PaperRecipe, Reported
 from tasks.results import Result, read_results
 
 README = Path(__file__).parents[1] / "README.md"
@@ -22,6 +26,17 @@ END = "<!-- end of results -->"
 HEAD = (
     "| task | method | trained | epsilon | result | runs | from, to | examples/s | shared |",
     "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+)
+
+REPRODUCTION = Path(__file__).parent / "reproduction.md"
+ABOVE = """# What the papers report, and what was reproduced here
+
+Made by `python -m tasks.table --readme` from `tasks/recipes` and `tasks/results`. A figure marked
+*unverified* was read in a secondary source.
+"""
+REPRODUCTION_HEAD = (
+    "| recipe | metric | epsilon | the paper | ours |",
+    "|---|---|--:|--:|---|",
 )
 
 app = typer.Typer(add_completion=False)
@@ -63,6 +78,35 @@ def _line(task: str, model: str, method: str, epsilon: float | None, runs: Seque
     return f"| {' | '.join(cells)} |"
 
 
+def reproduction(results: Iterable[Result]) -> str:
+    """One line for each figure of a paper: theirs, and ours or what it would take."""
+    measured = [result for result in results if result.recipe]
+    lines = list(REPRODUCTION_HEAD)
+    for name in recipes.names():
+        one = recipes.recipe(name)
+        for said in one.reported:
+            own = [r for r in measured if (r.recipe, r.metric) == (name, said.metric)]
+            lines.append(_against(one, said, [r for r in own if r.epsilon is not None]))
+    return "\n".join(lines)
+
+
+def _against(one: PaperRecipe, said: Reported, own: Sequence[Result]) -> str:
+    figure = f"{said.value:g}" + ("" if said.verified else " (unverified)")
+    start = f"python -m tasks.run {one.task} --recipe {one.name}"
+    needs = f"the weights of {one.model}"
+    if one.task == "cifar10":
+        needs, start = "the images of CIFAR-10", "python -m tasks.cifar10"
+    elif one.task == "mlm":
+        needs = f"the paper's {one.num_examples:,} texts"
+    ours = f"not run here: needs {needs}; `{start}`"
+    if own:
+        values = [result.value for result in own]
+        spread = f", {min(values):.3g} to {max(values):.3g}" if len(values) > 1 else ""
+        ours = f"{statistics.mean(values):.3g} ({len(values)} runs{spread}; {own[0].hardware})"
+    epsilon = "no privacy" if said.epsilon is None else f"{said.epsilon:g}"
+    return f"| {one.name} | {said.metric} | {epsilon} | {figure} | {ours} |"
+
+
 def into_readme(text: str, made: str) -> str:
     """The README with the table between its marks."""
     before, _, rest = text.partition(START)
@@ -75,11 +119,12 @@ def main(
     readme: Annotated[bool, typer.Option(help="Write it into README.md.")] = False,
 ) -> None:
     """Print the table, or put it into the README."""
-    made = table(read_results())
+    made, against = table(read_results()), reproduction(read_results())
     if readme:
+        REPRODUCTION.write_text(f"{ABOVE}\n{against}\n", encoding="utf-8")
         README.write_text(into_readme(README.read_text(encoding="utf-8"), made), encoding="utf-8")
     else:
-        typer.echo(made)
+        typer.echo(f"{made}\n\n{against}")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Result:
     bytes_shared: int | None = None
     seed: int | None = None  # of the start values; draws and noise have none
     note: str = ""
+    recipe: str = ""  # of tasks/recipes, where the run was of one
     hardware: str = field(default_factory=hardware)
 
 

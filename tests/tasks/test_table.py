@@ -8,7 +8,7 @@ import pytest
 
 from dppeft.errors import DataError
 from tasks.results import Result, read_results, write_results
-from tasks.table import END, README, START, into_readme, table
+from tasks.table import END, README, REPRODUCTION, START, into_readme, reproduction, table
 
 
 def result(**changes: object) -> Result:
@@ -58,3 +58,17 @@ def test_the_readme_holds_the_committed_results() -> None:
     text = README.read_text(encoding="utf-8")
     assert text.count(START) == text.count(END) == 1
     assert table(read_results()) in text
+    assert reproduction(read_results()) in REPRODUCTION.read_text(encoding="utf-8")
+
+
+def test_a_papers_figure_stands_beside_what_was_measured_and_nothing_else() -> None:
+    name = "yu2022-lora-roberta-base-sst2"
+    (line,) = (line for line in reproduction([]).splitlines() if f"| {name} |" in line)
+    assert "| 6.7 | 0.922 (unverified) | not run here: needs the weights of roberta-base" in line
+    assert f"`python -m tasks.run sst2 --recipe {name}`" in line
+    runs = [result(recipe=name, value=v, hardware="a machine") for v in (0.90, 0.92)]
+    without = [result(recipe=name, epsilon=None), result(recipe="")]
+    (line,) = (x for x in reproduction([*runs, *without]).splitlines() if f"| {name} |" in x)
+    assert line.endswith("| 0.91 (2 runs, 0.9 to 0.92; a machine) |")
+    verified = [line for line in reproduction([]).splitlines() if "lora-roberta-large-mnli" in line]
+    assert "| 0.878 |" in verified[0]
