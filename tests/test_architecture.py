@@ -22,7 +22,7 @@ LAYERS = (
     ("_validate",),
     ("_types",),
     ("_kind",),
-    ("tuners", "clipping", "privacy", "text", "loss", "tables"),
+    ("tuners", "clipping", "privacy", "text", "loss", "tables", "optimizers"),
     ("_on_peft",),
     ("sharing",),
     ("training",),  # above sharing: a trainer saves what may be shared

@@ -101,6 +101,12 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> Lift:
             "budget is spent. Use dppeft.wrap, or load the adapter with is_trainable=True."
         )
     lift = Lift(model, trained)
+    if hasattr(optimizer, "noise_std") and lift.moved.keys() != trained.keys():
+        raise ArgumentError(
+            f"{type(optimizer).__name__} takes the noise in each coordinate to be independent and "
+            "of one size, and what RGP's matrices move by is made of noised carriers. Use "
+            "torch.optim.AdamW with rgp, or another method."
+        )
     held = {id(p) for group in lift.groups(optimizer) for p in group}
     missing = [name for name, p in lift.moved.items() if id(p) not in held]
     if missing:

@@ -34,7 +34,8 @@ class Update:
         engine: exact clipped sums.
         noise: the only thing that turns private into released.
         record: where releases are written down.
-        optimizer: any torch optimizer; it only ever sees released gradients.
+        optimizer: any torch optimizer; it only ever sees released gradients. One with an attribute
+            ``noise_std`` is told before each step how large the noise in each coordinate is.
         trained: name as in ``model.named_parameters()`` -> tensor whose gradient is released.
         lift: from released gradients to those of the tensors that move.
         processes: who sums and who draws the noise.
@@ -77,6 +78,9 @@ class Update:
             )
         self.record.release(draw.step, rates, total.l2_bound)  # on disk before anyone can use it
         noisy = self.processes.from_main(noisy)  # released
+        if hasattr(self.optimizer, "noise_std"):  # public: of each coordinate of the gradient
+            sum_std = rates.noise_multiplier * total.l2_bound
+            self.optimizer.noise_std = sum_std / rates.expected_batch_size
         self._move(noisy, rates.expected_batch_size)  # released
         self.thresholds.move(noisy, rates.expected_batch_size)  # released
 
