@@ -21,6 +21,7 @@ from dppeft.clipping.capture import Capture
 from dppeft.clipping.factors import CLIPPINGS, clip_factors, within
 from dppeft.clipping.probing import by_row, full_precision, refuse_mixing, trainable
 from dppeft.clipping.replay import Replayer
+from dppeft.clipping.scaling import Scaled
 from dppeft.clipping.terms import Term, norms_sq_of, weighted_sum
 from dppeft.clipping.units import Planner, Unit, UnitPlan
 from dppeft.errors import (
@@ -85,6 +86,7 @@ class Engine(ABC):
         *,
         max_grad_norm: float | Mapping[str, float],
         into: dict[str, Tensor] | None = None,
+        scales: Mapping[str, Tensor] | None = None,
     ) -> ClippedSum:
         """The sum of the clipped per-example gradients, and its bound.
 
@@ -99,10 +101,14 @@ class Engine(ABC):
                 each trained tensor by name, whose squares add up to the bound's.
             into: sums of earlier batches, float32, which this one's is added to in place (a
                 logical batch then takes the memory of one sum). Default: zeros.
+            scales: by name, of the parameter's shape: gradients are multiplied by it before they
+                are clipped, and so is what is summed. Must not depend on private rows.
         """
         bound = self._bound(max_grad_norm)
         size = batch_size_of(batch)
         terms = self.terms_of(batch, size)
+        if scales:
+            terms = {n: Scaled(t, scales[n]) if n in scales else t for n, t in terms.items()}
         grads = self._zeros() if into is None else into
         norms = torch.zeros(size, device=next(iter(grads.values())).device)
         counts: dict[str, Tensor] = {}

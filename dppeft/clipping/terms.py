@@ -144,7 +144,7 @@ class Outer(Factored):
         if self.in_grams:
             return super().norms_sq()
         elements = self.left.shape[-1] * self.right.shape[-1]
-        return _norms_by_chunks(self.instantiate, self.batch, elements)
+        return norms_by_chunks(self.instantiate, self.batch, elements)
 
     @property
     def in_grams(self) -> bool:
@@ -269,7 +269,7 @@ class Sum(Term):
 
     def norms_sq(self) -> Tensor:
         elements = self.instantiate(slice(0, 1)).numel()
-        return _norms_by_chunks(self.instantiate, self.batch, elements)
+        return norms_by_chunks(self.instantiate, self.batch, elements)
 
     def add_to(self, total: Tensor, factors: Tensor) -> None:
         for term in self.terms:
@@ -381,7 +381,7 @@ def _lengths(grams: Tensor) -> Tensor:
     return grams.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().sum(1)
 
 
-def _norms_by_chunks(instantiate: Callable[[slice], Tensor], batch: int, elements: int) -> Tensor:
+def norms_by_chunks(instantiate: Callable[[slice], Tensor], batch: int, elements: int) -> Tensor:
     step = max(1, _CHUNK_ELEMENTS // elements)
     parts = [
         by_example(instantiate(slice(start, start + step))).square().sum(1)

@@ -9,6 +9,15 @@ denominator is about s everywhere, and what remains is momentum SGD. So it is ta
 
     theta <- theta - lr * m^ / sqrt(max(v^ - s**2, floor))
 
+*Scale, then privatise* (compare arXiv 2507.01129). Clipping and isotropic noise suit a gradient whose
+coordinates have one size. Adam's second moment, of released gradients, says what sizes they have:
+each example's gradient is multiplied by
+
+    scale = sqrt(mean(v) / (v + 1e-3 mean(v))), the mean over all trained coordinates,
+
+before it is clipped, and the noised sum is divided by it. The bound, the noise and the account
+are the same; coordinates with small gradients get less noise, those with large ones more.
+
 *Spectral shrinkage*: matrix gradients enter the first moment after ``shrink``. The second moment is
 that of the gradient as released: taken of what is left after shrinkage, it would blow that up
 again.
@@ -28,6 +37,8 @@ from dppeft.optimizers.shrinkage import shrink
 
 __all__ = ["PrivateAdam"]
 
+SECOND_MOMENTS = ("corrected", "plain", "prescaled")
+
 
 class PrivateAdam(torch.optim.Optimizer):
     """Adam on released gradients whose noise has a known size.
@@ -40,7 +51,8 @@ class PrivateAdam(torch.optim.Optimizer):
         params: as for any torch optimizer.
         lr: learning rate.
         betas: of the two moving averages, each in [0, 1).
-        bias_correction: take the noise's part off the second moment; else Adam's own denominator.
+        second_moment: "corrected": the noise's part is taken off; "plain": Adam's own; "prescaled":
+            Adam's own, and gradients are clipped and noised in its units.
         floor: least value of the corrected second moment (the paper's gamma'), > 0: a coordinate
             moves by at most ``lr * |m^| / sqrt(floor)``. It must be tuned, below s**2.
         shrinkage: shrink the singular values of matrix gradients.
@@ -60,7 +72,7 @@ class PrivateAdam(torch.optim.Optimizer):
         lr: float = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
-        bias_correction: bool = True,
+        second_moment: str = "corrected",
         floor: float = 1e-8,
         shrinkage: bool = False,
         eps: float = 1e-8,
@@ -72,7 +84,14 @@ class PrivateAdam(torch.optim.Optimizer):
         _validate.positive(floor=floor)
         if not all(0 <= beta < 1 for beta in betas):
             raise ArgumentError(f"Expected betas in [0, 1), got betas={betas}.")
-        options = {"bias_correction": bias_correction, "floor": floor, "shrinkage": shrinkage}
+        _validate.one_of(SECOND_MOMENTS, second_moment=second_moment)
+        if shrinkage and second_moment == "prescaled":
+            raise ArgumentError(
+                "shrinkage=True takes the noise of a matrix to be of one size, and with "
+                "second_moment='prescaled' it is not. Choose one of the two."
+            )
+        self.prescaled = second_moment == "prescaled"
+        options = {"second_moment": second_moment, "floor": floor, "shrinkage": shrinkage}
         options |= {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options)
         self.noise_std: float | None = None
@@ -101,6 +120,17 @@ class PrivateAdam(torch.optim.Optimizer):
                     self._move(parameter, parameter.grad, group, self.noise_std)
         return loss
 
+    @torch.no_grad()
+    def scales(self) -> dict[Tensor, Tensor]:
+        """What gradients are to be multiplied by before they are clipped; nothing at first."""
+        if not self.prescaled or not self.state:
+            return {}
+        moments = {p: state["second"] for p, state in self.state.items()}
+        mean = sum(v.sum() for v in moments.values()) / sum(v.numel() for v in moments.values())
+        if not float(mean) > 0:
+            return {}
+        return {p: (mean / (v + 1e-3 * mean)).sqrt().float() for p, v in moments.items()}
+
     def _move(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], std: float) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
@@ -115,7 +145,7 @@ class PrivateAdam(torch.optim.Optimizer):
         state["noise"].mul_(beta2).add_((1 - beta2) * std**2)
         first = state["first"] / (1 - beta1 ** float(state["step"]))
         second = state["second"] / (1 - beta2 ** float(state["step"]))
-        if group["bias_correction"]:
+        if group["second_moment"] == "corrected":
             noise = float(state["noise"]) / (1 - beta2 ** float(state["step"]))
             below = (second - noise).clamp_min(group["floor"]).sqrt()
         else:

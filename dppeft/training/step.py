@@ -7,7 +7,7 @@ expected batch size q * N, which is public, never the drawn one, which is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,8 @@ class Update:
         noise: the only thing that turns private into released.
         record: where releases are written down.
         optimizer: any torch optimizer; it only ever sees released gradients. One with an attribute
-            ``noise_std`` is told before each step how large the noise in each coordinate is.
+            ``noise_std`` is told before each step how large the noise in each coordinate is; one
+            with ``scales()`` says by which factors gradients are multiplied before clipping.
         trained: name as in ``model.named_parameters()`` -> tensor whose gradient is released.
         lift: from released gradients to those of the tensors that move.
         processes: who sums and who draws the noise.
@@ -64,7 +65,8 @@ class Update:
         Edges: an empty draw is noised, recorded and applied like any other.
         """
         self.lift.before_step(draw.step)  # from released weights alone
-        total = self._clipped_sum(draw)  # private
+        scales = self._scales()  # released
+        total = self._clipped_sum(draw, scales)  # private
         total = self.thresholds.join(
             total,
             noise_multiplier=rates.noise_multiplier,
@@ -81,10 +83,16 @@ class Update:
         if hasattr(self.optimizer, "noise_std"):  # public: of each coordinate of the gradient
             sum_std = rates.noise_multiplier * total.l2_bound
             self.optimizer.noise_std = sum_std / rates.expected_batch_size
+        noisy |= {name: noisy[name] / scale for name, scale in scales.items()}
         self._move(noisy, rates.expected_batch_size)  # released
         self.thresholds.move(noisy, rates.expected_batch_size)  # released
 
-    def _clipped_sum(self, draw: LogicalBatch) -> ClippedSum:
+    def _scales(self) -> dict[str, torch.Tensor]:
+        """What the optimizer wants gradients multiplied by before they are clipped, by name."""
+        wanted = getattr(self.optimizer, "scales", dict)()
+        return {name: wanted[p] for name, p in self.trained.items() if p in wanted}
+
+    def _clipped_sum(self, draw: LogicalBatch, scales: Mapping[str, torch.Tensor]) -> ClippedSum:
         """The sum over this process's physical batches; memory of one of them. Private."""
         max_grad_norm = self.thresholds.for_engine
         total = self.engine.zero_sum(max_grad_norm=max_grad_norm)
@@ -92,7 +100,7 @@ class Update:
             for rows in draw.physical_batches():
                 with self.computation.attention_for(_length(rows)):
                     part = self.engine.clipped_sum(
-                        rows, max_grad_norm=max_grad_norm, into=total.grads
+                        rows, max_grad_norm=max_grad_norm, into=total.grads, scales=scales
                     )
                 # Without the norms, which grow with the draw.
                 total = replace(

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import dppeft
+from dppeft.clipping.engine import make_engine
 from dppeft.errors import ArgumentError
+from dppeft.loss import default_loss
 from dppeft.optimizers import PrivateAdam, shrink
 from dppeft.text import TokenDataset
-from tests import tiny
+from tests import oracle, tiny
 
 
 def moved(grads: list[Tensor], stds: list[float], start: Tensor, **options: Any) -> Tensor:
@@ -35,7 +37,7 @@ def draws(count: int, *shape: int) -> list[Tensor]:
 def test_without_corrections_it_is_adamw(weight_decay: float) -> None:
     grads, start = draws(6, 4), torch.ones(4, dtype=torch.float64)
     options = {"lr": 0.1, "betas": (0.8, 0.95), "weight_decay": weight_decay}
-    found = moved(grads, [0.7] * 6, start, bias_correction=False, **options)
+    found = moved(grads, [0.7] * 6, start, second_moment="plain", **options)
     parameter = nn.Parameter(start.clone())
     plain = torch.optim.AdamW([parameter], **options)
     for grad in grads:
@@ -130,6 +132,8 @@ def test_what_it_cannot_do_is_refused() -> None:
         ({"lr": -1.0}, "lr >= 0"),
         ({"floor": 0.0}, "floor"),
         ({"betas": (0.9, 1.0)}, r"betas in \[0, 1\)"),
+        ({"second_moment": "prescale"}, "Did you mean 'prescaled'"),
+        ({"second_moment": "prescaled", "shrinkage": True}, "Choose one of the two"),
     ):
         with pytest.raises(ArgumentError, match=message):
             PrivateAdam([parameter], **wrong)
@@ -140,6 +144,80 @@ def test_what_it_cannot_do_is_refused() -> None:
     rows = [{n: v[i] for n, v in batch.items()} for i in range(4)]
     with pytest.raises(ArgumentError, match="what RGP's matrices move by is made of noised"):
         dppeft.make_private(model, optimizer, rows, plan)
+
+
+# --- scale, then privatise --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("bert", "lora"), ("bert-mlm", "full"), ("bert", "ia3")]
+)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+def test_scaled_gradients_are_clipped_as_scaled(name: str, method: str, clipping: str) -> None:
+    """By the definition: each example's gradient times the scale, then clipped, then summed."""
+    model, batch = tiny.wake(dppeft.wrap(tiny.build(name), method)), tiny.make_batch(name)
+    generator = torch.Generator().manual_seed(4)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    scales = {n: torch.rand(p.shape, generator=generator) + 0.5 for n, p in trained.items()}
+    rows = [tiny.row(batch, i) for i in range(4)]
+    truth = {n: g * scales[n] for n, g in oracle.per_example(model, rows).items()}
+    bound = float(oracle.norms(truth).median())
+    of = {
+        "flat": oracle.clipped_sum,
+        "per_layer": oracle.clipped_sum_per_tensor,
+        "automatic": oracle.normalised_sum,
+    }[clipping]
+    engine = make_engine(model, loss=default_loss(model), clipping=clipping)
+    found = engine.clipped_sum(batch, max_grad_norm=bound, scales=scales)
+    assert oracle.worst_error(found.grads, of(truth, bound)) < 1e-4
+    plain = engine.clipped_sum(batch, max_grad_norm=bound)
+    assert oracle.worst_error(plain.grads, of(truth, bound)) > 1e-2  # the scales matter
+
+
+def test_a_run_clips_and_noises_in_the_optimizers_units_and_moves_in_its_own(
+    tmp_path: Path,
+) -> None:
+    """Without noise and bound, prescaling changes nothing; with a bound it does."""
+    results = {}
+    for kind, bound in (("plain", 1e6), ("prescaled", 1e6), ("prescaled", 0.05), ("plain", 0.05)):
+        model = dppeft.wrap(tiny.build("bert"), "bitfit")
+        batch = tiny.make_batch("bert", batch_size=12, lengths=[5] * 12)
+        rows = [{"input_ids": ids.tolist()} for ids in batch["input_ids"]]
+        plan = dppeft.plan(
+            num_examples=12,
+            batch_size=6,
+            steps=4,
+            noise_multiplier=0.0,
+            delta=1e-3,
+            max_grad_norm=bound,
+        )
+        optimizer = PrivateAdam(
+            [p for p in model.parameters() if p.requires_grad], 0.01, second_moment=kind
+        )
+        dataset = TokenDataset(rows, batch["labels"].tolist())
+        run = dppeft.make_private(
+            model, optimizer, dataset, plan, seed=1, ledger=tmp_path / f"{kind}{bound}"
+        )
+        for drawn in run.batches():
+            run.step(drawn)
+        results[kind, bound] = torch.cat([p.flatten() for p in model.parameters()]).detach()
+        assert all(entry.l2_bound == bound for entry in run.ledger.entries)
+    same = results["plain", 1e6], results["prescaled", 1e6]
+    torch.testing.assert_close(*same, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(results["plain", 0.05], results["prescaled", 0.05], atol=1e-4)
+
+
+def test_the_scales_are_of_released_values_and_keep_the_noises_energy() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = PrivateAdam([parameter], second_moment="prescaled", betas=(0.0, 0.0))
+    assert optimizer.scales() == {}
+    parameter.grad, optimizer.noise_std = torch.tensor([1.0, 2.0, 3.0, 0.0]), 1.0
+    optimizer.step()
+    v, mean = torch.tensor([1.0, 4.0, 9.0, 0.0]), 14 / 4
+    scale = optimizer.scales()[parameter]
+    torch.testing.assert_close(scale, (mean / (v + 1e-3 * mean)).sqrt())
+    # Noise of one size, divided by the scale, has on average the size it had.
+    assert float((1 / scale).square().mean()) == pytest.approx(1.0, rel=2e-3)
 
 
 # --- shrinkage ------------------------------------------------------------------------------------
@@ -195,7 +273,7 @@ def test_shrinkage_is_nearer_to_the_signal_than_what_was_released_or_cut_off() -
 
 def test_matrices_enter_the_first_moment_shrunk_and_vectors_as_they_are() -> None:
     matrix, vector = nn.Parameter(torch.zeros(20, 30)), nn.Parameter(torch.zeros(30))
-    optimizer = PrivateAdam([matrix, vector], lr=1.0, shrinkage=True, bias_correction=False, eps=0)
+    optimizer = PrivateAdam([matrix, vector], lr=1.0, shrinkage=True, second_moment="plain", eps=0)
     generator = torch.Generator().manual_seed(3)
     matrix.grad = torch.randn(20, 30, generator=generator)
     vector.grad = torch.randn(30, generator=generator)
