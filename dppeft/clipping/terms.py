@@ -382,6 +382,7 @@ def _lengths(grams: Tensor) -> Tensor:
 
 
 def norms_by_chunks(instantiate: Callable[[slice], Tensor], batch: int, elements: int) -> Tensor:
+    """``||g_i||^2`` (B,) of gradients with so many elements each, made a few rows at a time."""
     step = max(1, _CHUNK_ELEMENTS // elements)
     parts = [
         by_example(instantiate(slice(start, start + step))).square().sum(1)

@@ -9,9 +9,9 @@ denominator is about s everywhere, and what remains is momentum SGD. So it is ta
 
     theta <- theta - lr * m^ / sqrt(max(v^ - s**2, floor))
 
-*Scale, then privatise* (compare arXiv 2507.01129). Clipping and isotropic noise suit a gradient whose
-coordinates have one size. Adam's second moment, of released gradients, says what sizes they have:
-each example's gradient is multiplied by
+*Scale, then privatise* (compare arXiv 2507.01129). Clipping and isotropic noise suit a gradient
+whose coordinates have one size. Adam's second moment, of released gradients, says what sizes they
+have: each example's gradient is multiplied by
 
     scale = sqrt(mean(v) / (v + 1e-3 mean(v))), the mean over all trained coordinates,
 
