@@ -52,8 +52,8 @@ class Settings:
 
     @property
     def private(self) -> bool:
-        """Whether the run has a budget."""
-        return math.isfinite(self.epsilon)
+        """Whether the run has a budget. What is no number has one, and the plan refuses it."""
+        return self.epsilon != math.inf
 
     @property
     def command(self) -> str:
