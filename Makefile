@@ -81,7 +81,7 @@ wheel: $(VENV)/.dev
 	$(BIN)/python -m build --wheel --outdir dist . > /dev/null
 	$(BIN)/python tests/check_wheel.py dist
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.dev $(VENV)/.generation
 	$(BIN)/python -m tests.bench $(BENCH_ARGS)
 
 clean:

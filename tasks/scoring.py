@@ -1,13 +1,12 @@
 """How near written texts come to their references.
 
 BLEU, chrF, TER (sacrebleu) and ROUGE-L (rouge-score: for each text the best F1 over its references,
-then the mean) are in percent; NIST (nltk) has a scale of its own; METEOR (nltk, the mean over
-texts) is between 0 and 1. More is better, but for TER. Case is ignored in all of them, as mteval
-and the E2E challenge do. Differences from the challenge's own script: sacrebleu's BLEU takes the
-length of the nearest reference, as it does, with smoothing only where an n-gram order has no match;
-nltk's NIST takes the length of the best-matching reference; METEOR is nltk's, which needs WordNet's
-data (``nltk.download("wordnet")``) and is left out without it. CIDEr is left out: no maintained
-library has it. For figures beside published ones pass the script itself (``official_scores``).
+then the mean; punctuation does not count) are in percent; NIST (nltk, with the length of the
+best-matching reference) has a scale of its own; METEOR (nltk, the mean over texts) is between 0 and
+1. More is better, but for TER. Case is ignored, as mteval does. METEOR needs WordNet's data
+(``nltk.download("wordnet")``) and is left out without it. CIDEr is left out: no maintained library
+has it. All of them differ a little from the E2E challenge's own script: for figures beside published
+ones pass that script (``official_scores``).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from transformers import logging
 from tests.bench import tables
 from tests.bench.measuring import KEEPS_FREED_MEMORY
 
-PARTS = ("speed", "memory", "full", "tuners", "rgp")
+PARTS = ("speed", "memory", "full", "tuners", "rgp", "generation")
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -41,6 +41,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "full": (arguments.repeats,),
         "tuners": (arguments.repeats,),
         "rgp": (arguments.repeats,),
+        "generation": (arguments.repeats,),
     }
     results: dict[str, Any] = {"torch": torch.__version__, "machine": platform.processor()}
     console = Console(width=130)
