@@ -21,9 +21,9 @@ TRAIN, VALID, TEST = "e2e_train.txt", "e2e_valid.txt", "e2e_test.txt"
 # Li et al. (2022, arXiv 2110.05679) for full fine-tuning of GPT-2. Their rate is constant; here it
 # falls linearly to 0, as in every task.
 RECIPE = Recipe(epochs=10, batch_size=1024, max_length=100, lr=2e-3, max_grad_norm=0.1)
-# The same rate and threshold on the rows of VALID with SmolLM2, sized for two cores and 25 minutes;
-# not tuned. Of its layers the upper half is adapted: 1.3 rows a second on one core (0.95 with all of
-# them), so that sixteen steps of 128 rows should take about 15 minutes on two.
+# The same rate and threshold on the rows of VALID with SmolLM2, sized for two cores and 25 minutes,
+# not tuned. Of its layers the upper half is adapted: 1.3 rows a second on one core, 0.95 with all.
+# Sixteen steps of 128 rows should then take about 15 minutes on two cores.
 SMALL = Recipe(
     epochs=0.43, batch_size=128, max_length=100, lr=2e-3, max_grad_norm=0.1, bare_layers=0.5
 )

@@ -5,8 +5,8 @@ then the mean; punctuation does not count) are in percent; NIST (nltk, with the 
 best-matching reference) has a scale of its own; METEOR (nltk, the mean over texts) is between 0 and
 1. More is better, but for TER. Case is ignored, as mteval does. METEOR needs WordNet's data
 (``nltk.download("wordnet")``) and is left out without it. CIDEr is left out: no maintained library
-has it. All of them differ a little from the E2E challenge's own script: for figures beside published
-ones pass that script (``official_scores``).
+has it. All of them differ a little from the E2E challenge's own script: for figures beside
+published ones pass that script (``official_scores``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import nn
 
 import dppeft
 from dppeft.errors import ArgumentError
-from tasks.generation import Decoding, generate_texts, pad_left
+from tasks.generation import Decoding, _no_repeats, generate_texts, pad_left
 from tests.tiny import build, wake
 
 PROMPTS = [[5, 9, 2], [7], [11, 3, 8, 8, 20, 31, 4], [40, 41], [9, 9, 9, 9, 9], [33, 2, 50, 6]]
@@ -126,6 +126,15 @@ def test_the_models_own_settings_change_nothing() -> None:
     )
     own.min_new_tokens, own.eos_token_id, own.bad_words_ids = 2, 5, [[7]]
     assert generate_texts(model, Numbers(0, pad=1), PROMPTS, decoding) == truth
+
+
+def test_what_repeats_the_prompt_is_no_repetition() -> None:
+    prompt, scores = [5, 6, 7, 9], torch.zeros(1, 10)
+    rule = _no_repeats(3, len(prompt))
+    copied = rule(torch.tensor([[*prompt, 5, 6]]), scores.clone())
+    assert torch.equal(copied, scores)  # 5 6 7 may be written: a name of the source
+    again = rule(torch.tensor([[*prompt, 5, 6, 7, 5, 6]]), scores.clone())
+    assert (again == -torch.inf).nonzero().tolist() == [[0, 7]]
 
 
 def test_progress_counts_texts() -> None:

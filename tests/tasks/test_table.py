@@ -44,11 +44,11 @@ def test_metrics_are_never_averaged_with_each_other() -> None:
     runs = [result(metric="BLEU", value=40.0), result(metric="NIST", value=5.0), result(value=0.5)]
     lines = table(runs).splitlines()[2:]
     assert [line.split(" | ")[0] for line in lines] == [
+        "| sst2, MiniLM-L6",
         "| sst2 (BLEU), MiniLM-L6",
         "| sst2 (NIST), MiniLM-L6",
-        "| sst2, MiniLM-L6",
     ]
-    assert [line.split(" | ")[4] for line in lines] == ["40.000", "5.000", "0.500"]
+    assert [line.split(" | ")[4] for line in lines] == ["0.500", "40.000", "5.000"]
 
 
 def test_results_are_written_and_read(tmp_path: Path) -> None:
