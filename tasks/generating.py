@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from dppeft.errors import ArgumentError, DppeftError
+from tasks.settings import new_folder
 
 if TYPE_CHECKING:
     from tasks.pairs import GenerationTask
@@ -35,7 +36,7 @@ class Settings:
 
     task: str
     method: str
-    epsilon: float
+    epsilon: float | None
     delta: float
     data: Path | None
     model: str
@@ -46,6 +47,10 @@ class Settings:
     eval_rows: int | None = None
     scorer: Path | None = None
     result: Path | None = None
+    paper: str = ""  # name of the recipe that the settings are from
+    noise_multiplier: float | None = None  # instead of epsilon
+    accountant: str = "pld"
+    options: Mapping[str, Any] = field(default_factory=dict)  # of dppeft.wrap
     engine_options: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
     decoding: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +63,8 @@ class Settings:
     @property
     def command(self) -> str:
         """The command line that makes such a run again."""
+        if self.paper:
+            return f"python -m tasks.run {self.task} --data FOLDER --recipe {self.paper}"
         names = {"num_beams": "beams"}
         changed = self.recipe | self.decoding | {"rows": self.rows, "eval_rows": self.eval_rows}
         options = "".join(
@@ -73,13 +80,14 @@ class Settings:
 
 def generation(
     ctx: typer.Context,
-    method: Annotated[str, typer.Option(help="What trains; see `dppeft methods`.")] = "lora",
-    epsilon: Annotated[float, typer.Option(help="Budget of the run; inf: no privacy.")] = 8.0,
+    method: Annotated[str | None, typer.Option(help="`dppeft methods`; default: lora.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Default: 8; inf: no privacy.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="See `python -m tasks.recipes`.")] = None,
     delta: Annotated[float, typer.Option(help="Below 1 / number of rows.")] = 1e-5,
     compare: Annotated[bool, typer.Option(help="Train once more without privacy.")] = False,
     zero_shot: Annotated[bool, typer.Option(help="Score the untrained model, too.")] = False,
     data: Annotated[Path | None, typer.Option(help="Folder of local files.")] = None,
-    model: Annotated[str, typer.Option(help="smollm2, a folder or a hub name.")] = SMOLLM2,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name; default: smollm2.")] = None,
     output: Annotated[Path | None, typer.Option(help="New folder for what is shared.")] = None,
     rows: Annotated[int | None, typer.Option(help="Use only so many private rows.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Expected visits per row.")] = None,
@@ -97,16 +105,14 @@ def generation(
     result: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Train a language model privately to write texts, and score them."""
-    task = str(ctx.info_name)
-    started = time.strftime("%Y%m%d-%H%M%S")
     settings = Settings(
-        task=task,
-        method=method,
-        epsilon=epsilon,
+        task=str(ctx.info_name),
+        method=method or "lora",
+        epsilon=8.0 if epsilon is None else epsilon,
         delta=delta,
         data=data,
-        model=model,
-        output=output or Path("runs") / f"{task}-{method}-eps{epsilon:g}-{started}",
+        model=model or SMOLLM2,
+        output=output or new_folder(str(ctx.info_name), recipe or method or "lora"),
         compare=compare,
         zero_shot=zero_shot,
         rows=rows,
@@ -124,10 +130,36 @@ def generation(
         decoding={"num_beams": beams, "max_new_tokens": max_new_tokens},
     )
     try:
+        if recipe is not None:
+            said = {"method": method, "epsilon": epsilon, "model": model}
+            settings = with_paper(settings, recipe, said)
         run_generation(settings)
     except DppeftError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+def with_paper(settings: Settings, name: str, said: Mapping[str, Any]) -> Settings:
+    """The settings of a recipe wherever the command line, in ``said``, is silent."""
+    from tasks.recipes import recipe
+
+    paper = recipe(name, task=settings.task)
+    given = {key: value for key, value in settings.recipe.items() if value is not None}
+    decoding = {key: value for key, value in settings.decoding.items() if value is not None}
+    in_paper = said["epsilon"] is None
+    return dataclasses.replace(
+        settings,
+        paper=name,
+        method=said["method"] or paper.method,
+        model=said["model"] or paper.model,
+        epsilon=paper.epsilon if in_paper else settings.epsilon,
+        noise_multiplier=paper.noise_multiplier if in_paper else None,
+        delta=paper.delta,
+        accountant=paper.accountant,
+        options=paper.options if said["method"] in (None, paper.method) else {},
+        recipe={**paper.training(), **given},
+        decoding={**paper.decoding, **decoding},
+    )
 
 
 def run_generation(settings: Settings) -> None:
@@ -222,7 +254,12 @@ def make_plan(settings: Settings, task: GenerationTask) -> Any:
 
     recipe = task.recipe
     noise = (
-        {"epsilon": settings.epsilon, "max_grad_norm": recipe.max_grad_norm}
+        {
+            "epsilon": settings.epsilon,
+            "noise_multiplier": settings.noise_multiplier,
+            "accountant": settings.accountant,
+            "max_grad_norm": recipe.max_grad_norm,
+        }
         if settings.private
         else {"noise_multiplier": 0.0, "max_grad_norm": 1e9}
     )

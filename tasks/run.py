@@ -3,6 +3,7 @@
 python -m tasks.run movie_reviews --method lora --epsilon 8
 python -m tasks.run sst2 --data FOLDER --method lora --epsilon 8
 python -m tasks.run sst2 --data FOLDER --model ROBERTA --objective infilling
+python -m tasks.run e2e --data FOLDER --model smollm2 --method lora --epsilon 8
 accelerate launch --cpu --num_processes 2 -m tasks.run movie_reviews
 """
 
@@ -14,6 +15,7 @@ from typing import Annotated
 import typer
 
 from dppeft.errors import DppeftError
+from tasks import generating
 from tasks.classifying import run_task
 from tasks.settings import TASKS, Settings, new_folder, with_paper
 
@@ -85,6 +87,8 @@ def classification(
 
 for name in TASKS:
     app.command(name)(classification)
+for name in generating.TASKS:
+    app.command(name)(generating.generation)
 
 if __name__ == "__main__":
     app()

@@ -71,12 +71,7 @@ def with_paper(
     """
     from tasks.recipes import recipe
 
-    paper = recipe(name)
-    if paper.task != settings.task:
-        raise ArgumentError(
-            f"Recipe {name} is for {paper.task}, not for {settings.task}. Start it with "
-            f"`python -m tasks.run {paper.task} --recipe {name}`."
-        )
+    paper = recipe(name, task=settings.task)
     given = {key: value for key, value in settings.recipe.items() if value is not None}
     return dataclasses.replace(
         settings,

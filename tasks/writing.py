@@ -105,7 +105,11 @@ class Work:
         seed = self.settings.engine_options.get("seed")
         if seed is not None:
             torch.manual_seed(seed)  # of the adapter's start; draws and noise have the run's own
-        options = {**adapted_layers(model, method, recipe), **lora_options(method)}
+        options = {
+            **adapted_layers(model, method, recipe),
+            **lora_options(method),
+            **self.settings.options,
+        }
         wrapped = dppeft.wrap(model, method, **options).to(self.accelerator.device)
         with progress_bar(self.console, plan, title) as progress:
             done = fit(
@@ -221,12 +225,15 @@ def write_figures(
 ) -> None:
     """One result for each run and metric. What was not trained has the method ``none``."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    epsilon = settings.epsilon
+    if epsilon is None:  # the noise was given
+        epsilon = next(run.fit.run.spent().epsilon for run in runs if run.private and run.fit)
     results = [
         Result(
             task=task.name,
             model=Path(settings.model).name,
             method="none" if run.fit is None else settings.method,
-            epsilon=settings.epsilon if run.private else None,
+            epsilon=epsilon if run.private else None,
             metric=metric,
             value=value,
             trained_parameters=0 if run.fit is None else trained,
@@ -237,6 +244,7 @@ def write_figures(
             seed=settings.engine_options.get("seed"),
             note=f"{len(task.evaluation)} sources, {task.decoding.num_beams} beams",
             command=settings.command,
+            recipe=settings.paper,
         )
         for run in runs
         for metric, value in run.scores.items()

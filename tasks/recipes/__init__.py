@@ -163,17 +163,23 @@ def names() -> list[str]:
     return sorted(_all())
 
 
-def recipe(name: str) -> PaperRecipe:
+def recipe(name: str, *, task: str | None = None) -> PaperRecipe:
     """The recipe of that name.
 
     Raises:
-        ArgumentError: there is none; the nearest is named.
+        ArgumentError: there is none (the nearest is named), or it is not of ``task``.
     """
     if name not in _all():
         near = difflib.get_close_matches(name, _all(), n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ArgumentError(f"Unknown recipe {name!r}.{hint} `python -m tasks.recipes` lists them.")
-    return _all()[name]
+    found = _all()[name]
+    if task is not None and found.task != task:
+        raise ArgumentError(
+            f"Recipe {name} is for {found.task}, not for {task}. Start it with "
+            f"`python -m tasks.run {found.task} --recipe {name}`."
+        )
+    return found
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from dppeft.errors import ArgumentError, DataError
 from tasks import dart, e2e, writing
-from tasks.generating import Settings, generation, load_task, run_generation
+from tasks.generating import Settings, generation, load_task, run_generation, with_paper
 from tasks.pairs import Pairs, references_of
 from tests.tiny import descriptions, save_decoder
 
@@ -225,3 +226,32 @@ def test_the_papers_rate_is_for_full_and_lora_only(folder: Path) -> None:
         )
         rates[method] = load_task(settings).recipe.lr
     assert rates == {"lora": 2e-3, "full": 2e-3, "bitfit": 4e-3}
+
+
+def test_a_recipe_fills_in_what_the_command_line_does_not_say(folder: Path) -> None:
+    given = Settings(
+        task="e2e",
+        method="lora",
+        epsilon=8.0,
+        delta=1e-5,
+        data=folder,
+        model="smollm2",
+        output=folder / "out",
+        recipe={"epochs": 1.0, "lr": None},
+        decoding={"num_beams": None, "max_new_tokens": 20},
+    )
+    silent = {"method": None, "epsilon": None, "model": None}
+    filled = with_paper(given, "yu2022-lora-gpt2-medium-e2e", silent)
+    assert (filled.model, filled.epsilon, filled.noise_multiplier) == ("gpt2-medium", None, 0.6)
+    assert filled.private
+    assert filled.options == {"r": 4, "lora_alpha": 32}
+    task = load_task(filled)
+    assert (task.recipe.epochs, task.recipe.lr, task.recipe.clipping) == (1.0, 4e-4, "per_layer")
+    assert (task.decoding.num_beams, task.decoding.max_new_tokens) == (10, 20)
+    spoken = with_paper(
+        given, "yu2022-lora-gpt2-e2e", {"method": "full", "epsilon": 3.0, "model": "x"}
+    )
+    assert (spoken.method, spoken.model, spoken.options) == ("full", "x", {})
+    assert spoken.noise_multiplier is None
+    with pytest.raises(ArgumentError, match="is for e2e, not for dart"):
+        with_paper(dataclasses.replace(given, task="dart"), "yu2022-lora-gpt2-e2e", silent)
