@@ -33,8 +33,11 @@ _PUBLIC = {
     "plan": "dppeft.privacy.plan",
     "preflight": "dppeft.training.gradients",
     "PreflightReport": "dppeft.clipping.preflight",
+    "schedules": "dppeft.privacy.schedules",
     "wrap": "dppeft.wrapping",
 }
+
+_MODULES = {"schedules"}  # public as a whole, under their own name
 
 _on_peft.join_when_imported()
 
@@ -48,7 +51,8 @@ if TYPE_CHECKING:  # what a type checker and an editor see
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'dppeft' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    module = importlib.import_module(_PUBLIC[name])
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

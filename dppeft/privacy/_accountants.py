@@ -17,20 +17,15 @@ from typing import Any
 
 import numpy as np
 from dp_accounting import dp_event, gaussian_mechanism, rdp
-from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
+from dp_accounting.pld import pld_pmf
 from numpy.typing import NDArray
 from scipy import fft, signal, special
 
 from dppeft.errors import ArgumentError
+from dppeft.privacy._losses import ANCHORS, Mixtures, Segment, grid_interval, one_step
 
-Segment = tuple[float, float, int]  # (sample_rate, noise_multiplier, repeats)
-
-_POINTS_PER_STD = 32  # grid points per standard deviation of one step's loss: error about 1e-4
-_MAX_STEP_POINTS = 60_000  # of one step's discretised loss
-_MAX_TOTAL_POINTS = 400_000  # of the composed one
-_MIN_INTERVAL = 5e-7  # below it, rounding of double precision shows in the masses
 _MAX_INTERVAL = 50.0  # exp(interval) must stay finite
-_MAX_DISTINCT = 128  # distinct segments that are composed one by one
+_MAX_DISTINCT = 96  # distinct segments that are composed one by one
 _FFT_ERROR = 3e-16  # a composed tail is wrong by about this, times the number of steps
 _TAIL_MASS = 1e-15  # left out of a composed loss on either side, and counted as infinite loss
 _RDP_MAX_DISTINCT = 16
@@ -47,15 +42,17 @@ def pld(segments: Sequence[Segment], delta: float) -> float:
 
     Pessimistic connect-the-dots discretisation (Doroshenko et al., 2022) on a grid that follows the
     spread of the loss, composed by FFT. What the FFT's rounding could hide is taken off delta.
-    Steps at rate 1 compose exactly (Balle and Wang, 2018). Where the loss of one step is too wide
-    for any grid (epsilon in the billions), the bound without amplification by sampling is given.
+    Steps at rate 1 compose exactly (Balle and Wang, 2018). Beyond 24 distinct segments a step's
+    loss is a mixture of two, and beyond 96 rates are rounded up and noise down: both bound it from
+    above (``Mixtures``, ``merge``). Where the loss of one step is too wide for any grid (epsilon in
+    the billions), the bound without amplification by sampling is given.
 
     Raises:
         ArgumentError: delta is too small for the FFT's precision.
     """
     if all(rate == 1 for rate, _, _ in segments):
         return _full_batch(segments, delta)
-    segments = _merge(segments, _MAX_DISTINCT)
+    segments = merge(segments, _MAX_DISTINCT)
     steps = sum(repeats for _, _, repeats in segments)
     unsure = 2 * _TAIL_MASS + _FFT_ERROR * steps
     if delta < 2 * unsure:
@@ -63,12 +60,13 @@ def pld(segments: Sequence[Segment], delta: float) -> float:
             f"Expected delta above {2 * unsure:.1g} for accountant='pld' and {steps} steps, "
             f"got delta={delta:g}. Use accountant='rdp'."
         )
-    interval = _interval(segments)
+    interval = grid_interval(segments)
     if interval > _MAX_INTERVAL:
         return _full_batch(segments, delta)
     with np.errstate(all="ignore"):
+        losses = one_step if len(segments) <= ANCHORS else Mixtures(segments).one_step
         steps_and_repeats = [
-            (_one_step(rate, noise, interval), repeats) for rate, noise, repeats in segments
+            (losses(rate, noise, interval), repeats) for rate, noise, repeats in segments
         ]
         removing = _compose([(both[0], repeats) for both, repeats in steps_and_repeats])
         adding = _compose([(both[-1], repeats) for both, repeats in steps_and_repeats])
@@ -89,7 +87,7 @@ def _compose(parts: Sequence[tuple[pld_pmf.DensePLDPmf, int]]) -> pld_pmf.DenseP
     size = fft.next_fast_len(max(last - first + 1, *(len(p) for p in probs)), real=True)
     spectrum = np.ones(size // 2 + 1, dtype=complex)
     for p, count in zip(probs, repeats, strict=True):
-        spectrum *= fft.rfft(p, size) ** int(count)
+        spectrum *= _power(fft.rfft(p, size), int(count))
     composed = np.roll(fft.irfft(spectrum, size), -first)[: last - first + 1]
     kept = math.fsum(n * math.log1p(-part._infinity_mass) for part, n in parts)
     return pld_pmf.DensePLDPmf(
@@ -99,6 +97,18 @@ def _compose(parts: Sequence[tuple[pld_pmf.DensePLDPmf, int]]) -> pld_pmf.DenseP
         2 * _TAIL_MASS - math.expm1(kept),
         pessimistic_estimate=True,
     )
+
+
+def _power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128]:
+    """``base ** exponent`` by squaring: NumPy's own goes through logarithms."""
+    result = np.ones_like(base)
+    while exponent:
+        if exponent % 2:
+            result *= base
+        exponent //= 2
+        if exponent:
+            base = base * base
+    return result
 
 
 def _epsilon_at(loss: pld_pmf.DensePLDPmf, delta: float) -> float:
@@ -157,7 +167,7 @@ def _full_batch(segments: Sequence[Segment], delta: float) -> float:
         return max(0.0, float(gaussian_mechanism.get_epsilon_gaussian(precision**-0.5, delta)))
 
 
-def _merge(segments: Sequence[Segment], most: int) -> list[Segment]:
+def merge(segments: Sequence[Segment], most: int) -> list[Segment]:
     """At most ``most`` segments: beyond that rates are rounded up and noise down."""
 
     def counted(rounded: Iterator[Segment]) -> list[Segment]:
@@ -192,96 +202,10 @@ def _rounded_up(values: NDArray[np.float64], cells: int) -> NDArray[np.float64]:
     return rounded
 
 
-def _interval(segments: Sequence[Segment]) -> float:
-    """Grid interval: fine against the spread of one step's loss, within bounds on the work."""
-    moments = [_loss_std_and_range(rate, noise) for rate, noise, _ in segments]
-    repeats = np.array([repeats for _, _, repeats in segments], dtype=float)
-    std = np.array([std for std, _ in moments])
-    width = max(width for _, width in moments)
-    total_variance = float(repeats @ std**2)
-    total_width = 30 * math.sqrt(total_variance) + 4 * width
-    return max(
-        math.sqrt(total_variance / float(repeats.sum())) / _POINTS_PER_STD,
-        width / _MAX_STEP_POINTS,
-        total_width / _MAX_TOTAL_POINTS,
-        _MIN_INTERVAL,
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _loss_std_and_range(rate: float, noise: float) -> tuple[float, float]:
-    """Standard deviation of one step's privacy loss, and the width of its range up to e**-50."""
-    z = np.linspace(-10, 10, 2001)
-    weight = np.exp(-z * z / 2)
-    weight /= weight.sum()
-
-    def loss(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        stay = math.log1p(-rate) if rate < 1 else -math.inf
-        out: NDArray[np.float64] = np.logaddexp(stay, math.log(rate) + (2 * x - 1) / (2 * noise**2))
-        return out
-
-    without, with_row = loss(z * noise), loss(z * noise + 1)
-    mean = (1 - rate) * (weight @ without) + rate * (weight @ with_row)
-    variance = (1 - rate) * (weight @ (without - mean) ** 2)
-    variance += rate * (weight @ (with_row - mean) ** 2)
-    return math.sqrt(variance), float(with_row[-1] - without[0])
-
-
-@functools.lru_cache(maxsize=256)
-def _one_step(rate: float, noise: float, interval: float) -> tuple[pld_pmf.DensePLDPmf, ...]:
-    """Pessimistic loss of one step by dp-accounting: removing a row; below rate 1 also adding."""
-    kinds = privacy_loss_mechanism.AdjacencyType
-    adjacencies = [kinds.REMOVE] if rate == 1 else [kinds.REMOVE, kinds.ADD]
-    masses = []
-    for adjacency in adjacencies:
-        loss = SubsampledGaussianLoss(noise, sampling_prob=rate, adjacency_type=adjacency)
-        bounds = loss.connect_dots_bounds()
-        lower = math.floor(bounds.epsilon_lower / interval)
-        upper = math.ceil(bounds.epsilon_upper / interval)
-        deltas = loss.get_delta_for_epsilon(np.arange(lower, upper + 1) * interval)
-        masses.append(
-            pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-                interval, lower, upper, deltas
-            ).to_dense_pmf()
-        )
-    return tuple(masses)
-
-
-class SubsampledGaussianLoss(privacy_loss_mechanism.GaussianPrivacyLoss):  # type: ignore[misc]
-    """dp-accounting's privacy loss, with the divergence of a whole grid computed at once."""
-
-    def get_delta_for_epsilon(self, epsilon: Any) -> Any:
-        """Hockey-stick divergence at each epsilon: as the base class's, some ten times faster.
-
-        With noise s, rate q and u = log((e**e - 1 + q) / q), removing a row has loss e at
-        x = -1/2 - s**2 u; adding one has loss e at x = 1/2 + s**2 u for -e in place of e.
-        """
-        epsilons = np.atleast_1d(np.asarray(epsilon, dtype=float))
-        rate, variance = self.sampling_prob, self._standard_deviation**2
-        removing = self.adjacency_type == privacy_loss_mechanism.AdjacencyType.REMOVE
-        signed = epsilons if removing else -epsilons
-        lowest = math.log1p(-rate) if rate < 1 else -math.inf
-        crossing = signed > lowest
-        inside = signed[crossing]
-        big = inside > 500  # e**e would overflow; the -1 + q is lost in rounding there
-        u = np.where(
-            big, inside - math.log(rate), np.log1p(np.expm1(np.where(big, 0, inside)) / rate)
-        )
-        if rate == 1:
-            u = inside
-        x = -0.5 - variance * u if removing else 0.5 + variance * u
-        deltas = np.where(crossing, 0.0, -np.expm1(epsilons) if removing else 0.0)
-        deltas[crossing] = self.mu_upper_cdf(x) - np.exp(
-            epsilons[crossing] + self.mu_lower_log_cdf(x)
-        )
-        deltas = np.clip(deltas, 0, 1)
-        return float(deltas[0]) if np.ndim(epsilon) == 0 else deltas
-
-
 def renyi(segments: Sequence[Segment], delta: float) -> float:
     """Epsilon by Renyi differential privacy (Mironov et al., 2019): loose by some 10 %, robust."""
     total = np.zeros(len(_FRACTIONAL_ORDERS) + len(_WHOLE_ORDERS))
-    for rate, noise, repeats in _merge(segments, _RDP_MAX_DISTINCT):
+    for rate, noise, repeats in merge(segments, _RDP_MAX_DISTINCT):
         total += repeats * _renyi_of_one_step(rate, noise)
     orders = [*_FRACTIONAL_ORDERS, *_WHOLE_ORDERS]
     return max(0.0, float(rdp.rdp_privacy_accountant.compute_epsilon(orders, total, delta)[0]))
@@ -332,7 +256,7 @@ def prv(segments: Sequence[Segment], delta: float) -> float:
     """
     from opacus.accountants import PRVAccountant  # noqa: PLC0415  (slow to import)
 
-    segments = _merge(segments, _RDP_MAX_DISTINCT)
+    segments = merge(segments, _RDP_MAX_DISTINCT)
     steps = sum(repeats for _, _, repeats in segments)
     if renyi(segments, delta) == 0:  # Opacus has no answer where epsilon is 0
         return 0.0

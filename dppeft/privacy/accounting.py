@@ -13,7 +13,7 @@ from numbers import Integral
 from dppeft import _validate
 from dppeft.errors import ArgumentError, ArgumentTypeError
 from dppeft.privacy import _accountants
-from dppeft.privacy._accountants import Segment
+from dppeft.privacy._losses import Segment
 
 # Name -> bound. GDP is left out on purpose: its central limit under-reports.
 ACCOUNTANTS: dict[str, Callable[[Sequence[Segment], float], float]] = {
@@ -23,6 +23,7 @@ ACCOUNTANTS: dict[str, Callable[[Sequence[Segment], float], float]] = {
 }
 
 _SMALLEST_NOISE, _LARGEST_NOISE = 1e-4, 1e7
+_MANY = 16  # distinct segments that are composed quickly
 _WITHIN = 0.003  # a calibrated noise multiplier spends at least 1 - this of its target
 
 
@@ -165,6 +166,9 @@ def _calibrate(
     aim = target * (1 - _WITHIN / 3)
     if accountant == "prv":  # slow, and close to PLD: a few calls around PLD's answer
         low, high = _bracket(spent, target, _calibrate(segments, target, delta, "pld"), 1.01)
+    elif len(segments) > _MANY:  # slow as well: a few calls around the answer for fewer rates
+        few = tuple(_accountants.merge(segments, _MANY))
+        low, high = _bracket(spent, target, _calibrate(few, target, delta, accountant), 1.02)
     else:
         low, high = _bracket(spent, target, _starting_noise(segments, target), 2.0)
     low_spent, high_spent = spent(low), spent(high)

@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 import dppeft
 from dppeft.errors import ArgumentError, ArgumentTypeError
-from dppeft.privacy import _accountants
+from dppeft.privacy import _accountants, _losses
 
 # (rate, noise multiplier, steps, delta, tight epsilon, epsilon by RDP): dp-accounting 0.6.0
 TABLE = {
@@ -88,7 +88,7 @@ def test_A13_epsilon_is_never_negative_and_reading_twice_changes_nothing(account
     assert epsilon(0.01, 10.0, 5, 0.5, accountant) >= 0
     assert epsilon(0.01, 10.0, 1, 0.999, accountant) >= 0
     first = epsilon(0.02, 1.0, 30, 1e-5, accountant)
-    _accountants._one_step.cache_clear()
+    _losses.one_step.cache_clear()
     dppeft.privacy.accounting._epsilon.cache_clear()
     assert epsilon(0.02, 1.0, 30, 1e-5, accountant) == first
 
@@ -212,7 +212,7 @@ def test_the_grids_error_is_on_the_safe_side(monkeypatch):
     """A finer grid gives a smaller epsilon, with a limit: what is reported lies above it."""
     values = []
     for points in (4, 8, 32, 128):
-        monkeypatch.setattr(_accountants, "_POINTS_PER_STD", points)
+        monkeypatch.setattr(_losses, "_POINTS_PER_STD", points)
         values.append(_accountants.pld([(0.03, 0.9, 500)], 1e-5))
     assert values == sorted(values, reverse=True)
     assert values[2] < values[3] * 1.0005
@@ -224,7 +224,7 @@ def test_the_divergence_of_a_grid_equals_dp_accountings_one_by_one():
     for rate, noise in ((0.01, 0.5), (0.3, 1.0), (0.9, 4.0), (1.0, 1.0)):
         for kind in (kinds.REMOVE, kinds.ADD):
             options = {"sampling_prob": rate, "adjacency_type": kind}
-            ours = _accountants.SubsampledGaussianLoss(noise, **options)
+            ours = _losses.SubsampledGaussianLoss(noise, **options)
             theirs = privacy_loss_mechanism.GaussianPrivacyLoss(noise, **options)
             np.testing.assert_allclose(
                 ours.get_delta_for_epsilon(grid), theirs.get_delta_for_epsilon(grid), atol=1e-13
@@ -287,7 +287,7 @@ def test_many_distinct_rates_are_bounded_from_above_and_closely(monkeypatch):
     bounded = _accountants.pld([(float(rate), 1.0, 10) for rate in rates], 1e-5)
     assert exact < bounded < exact * 1.05
     segments = [(float(rate), 1 + float(rate), 1) for rate in np.geomspace(0.001, 0.01, 400)]
-    merged = _accountants._merge(segments, 128)
+    merged = _accountants.merge(segments, 128)
     assert len(merged) <= 128
     assert sum(repeats for _, _, repeats in merged) == 400
     # Each step is charged at no lower a rate and with no more noise than its own.
