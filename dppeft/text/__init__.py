@@ -7,6 +7,7 @@ row numbers (from 0).
 from dppeft.text.collation import Collator, collator_for
 from dppeft.text.infilling import Infilling
 from dppeft.text.labels import encode_labels
+from dppeft.text.masking import MaskedRows, rows_for_masking
 from dppeft.text.rows import TokenDataset, TokenizedRows, length_of, tokenize_rows
 from dppeft.text.synthetic import synthetic_rows
 from dppeft.text.templates import Template
@@ -14,12 +15,14 @@ from dppeft.text.templates import Template
 __all__ = [
     "Collator",
     "Infilling",
+    "MaskedRows",
     "Template",
     "TokenDataset",
     "TokenizedRows",
     "collator_for",
     "encode_labels",
     "length_of",
+    "rows_for_masking",
     "synthetic_rows",
     "tokenize_rows",
 ]

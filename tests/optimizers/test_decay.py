@@ -191,7 +191,7 @@ def test_tensors_without_a_gradient_stay_and_a_closure_is_called():
         loss.backward()
         return loss
 
-    assert float(optimizer.step(closure)) == 2.0
+    assert optimizer.step(closure).item() == 2.0
     assert torch.equal(still, torch.ones(2))
     assert not torch.equal(moving, torch.ones(2))
     with pytest.raises(ArgumentError, match="overshoot the start"):
