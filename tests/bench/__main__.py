@@ -26,7 +26,7 @@ from transformers import logging
 from tests.bench import tables
 from tests.bench.measuring import KEEPS_FREED_MEMORY
 
-PARTS = ("speed", "memory", "full", "tuners", "rgp", "generation")
+PARTS = ("speed", "memory", "full", "tuners", "rgp", "generation", "mlm")
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -42,6 +42,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "tuners": (arguments.repeats,),
         "rgp": (arguments.repeats,),
         "generation": (arguments.repeats,),
+        "mlm": (arguments.repeats,),
     }
     results: dict[str, Any] = {"torch": torch.__version__, "machine": platform.processor()}
     console = Console(width=130)

@@ -16,7 +16,7 @@ from dppeft.errors import ArgumentError, DataError
 from dppeft.text import MaskedRows, rows_for_masking
 from tasks import masked_lm, mlm
 from tasks.mlm import Settings, make_plan, run_mlm, without_noise
-from tests.tiny import build, opinions, save_folder
+from tests.tiny import WORDS, build, opinions, save_folder
 
 app = typer.Typer()
 app.command()(mlm.mlm)
@@ -96,19 +96,19 @@ def test_the_whole_way_from_texts_to_a_folder(
 
 
 def test_public_text_trains_without_noise_and_claims_nothing(texts: Path, base: Path) -> None:
+    # Each word is told by its neighbours: a model that trains names far more than the commonest.
+    order = [WORDS[start:] + WORDS[:start] for start in range(len(WORDS))]
+    lines = [" ".join(words[:6]) + "." * dots for words in order for dots in range(12)]
+    texts.write_text("\n".join(lines), encoding="utf-8")
     settings = _settings(
-        texts, base, epsilon=None, public=True, steps=60, batch_size=200, whole_words=False
+        texts, base, epsilon=None, public=True, steps=80, batch_size=80, delta=1e-3
     )
     (result,) = run_mlm(settings)
     card = json.loads((settings.output / "privacy.json").read_text())
     assert card["guarantee"] is False
     assert "text declared public" in card["notes"][-1]
     assert (result.epsilon, result.private_rows) == (None, 0)
-    tokenizer = AutoTokenizer.from_pretrained(settings.output)
-    held_out = masked_lm.load_texts((texts,), column="text", held_out=40).held_out
-    rows = rows_for_masking(tokenizer, held_out, max_length=12)
-    masked = MaskedRows(rows, tokenizer, seed=0, fixed=True)
-    assert result.value > masked_lm.commonest_accuracy(masked) / 2
+    assert result.value > 0.5 > 3 / 12
 
 
 def test_accuracy_is_the_share_of_masked_tokens_named(base: Path) -> None:
