@@ -4,6 +4,7 @@ python -m tasks.run movie_reviews --method lora --epsilon 8
 python -m tasks.run sst2 --data FOLDER --method lora --epsilon 8
 python -m tasks.run sst2 --data FOLDER --model ROBERTA --objective infilling
 python -m tasks.run e2e --data FOLDER --model smollm2 --method lora --epsilon 8
+python -m tasks.run mlm --schedule geometric --epsilon 5.36
 accelerate launch --cpu --num_processes 2 -m tasks.run movie_reviews
 """
 
@@ -15,7 +16,7 @@ from typing import Annotated
 import typer
 
 from dppeft.errors import DppeftError
-from tasks import generating
+from tasks import generating, mlm
 from tasks.classifying import run_task
 from tasks.settings import TASKS, Settings, new_folder, with_paper
 
@@ -89,6 +90,7 @@ for name in TASKS:
     app.command(name)(classification)
 for name in generating.TASKS:
     app.command(name)(generating.generation)
+app.command("mlm")(mlm.mlm)
 
 if __name__ == "__main__":
     app()
