@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMa
 
 import dppeft
 from dppeft.errors import ArgumentError, DataError
-from dppeft.optimizers.decay import decay_groups
+from dppeft.optimizers import SignalToNoise, decay_groups
 from dppeft.tables import text_table
 from dppeft.text import MaskedRows, collator_for
 from tasks.common import demo_encoder, package_folder, read_table
@@ -157,7 +158,9 @@ def train(  # noqa: PLR0913 - a model, rows, their plan, and how
     run = dppeft.make_private(
         model, optimizer, rows, plan, collate_fn=collator_for(tokenizer), **(options or {})
     )
-    return all_updates(run, schedule, progress)
+    monitor = SignalToNoise(run) if run.ledger is not None else None  # the main process has one
+    done = all_updates(run, schedule, progress)
+    return dataclasses.replace(done, signal=monitor.records if monitor else ())
 
 
 def visited(plan: Any) -> int:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dppeft.errors import ArgumentError, DppeftError
 
@@ -61,6 +60,10 @@ class Settings:
     output: Path
     result: Path | None = None
     command: str = ""
+    recipe: str = ""  # name of the one that the settings are from
+    batches: tuple[
+        tuple[int, int], ...
+    ] = ()  # (first step, expected batch size), in place of a schedule
     engine_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,6 +109,8 @@ class Settings:
         """Expected batch of each step."""
         from dppeft import schedules
 
+        if self.batches:
+            return schedules.steps(self.batches, self.steps)
         if self.schedule == "constant":
             return schedules.constant(self.batch_size, self.steps)
         first = self.first_batch_size or max(1, self.batch_size // 4)
@@ -116,6 +121,7 @@ class Settings:
 
 def mlm(  # noqa: PLR0913 - one option of a command is one argument of its function
     ctx: typer.Context,
+    recipe: Annotated[str | None, typer.Option(help="See `python -m tasks.recipes`.")] = None,
     text: Annotated[list[Path] | None, typer.Option(help=".txt or a table; repeat.")] = None,
     column: Annotated[str, typer.Option(help="Of a table: the text.")] = Settings.column,
     held_out: Annotated[int, typer.Option(help="Texts to report on.")] = Settings.held_out,
@@ -150,6 +156,7 @@ def mlm(  # noqa: PLR0913 - one option of a command is one argument of its funct
     given["output"] = output or Path("runs") / f"mlm-{time.strftime('%Y%m%d-%H%M%S')}"
     given["engine_options"] = {"engine": engine, "precision": precision}
     try:
+        given |= from_recipe(recipe) if recipe is not None else {"recipe": ""}
         run_mlm(Settings(**given, command=command_of(ctx)))
     except DppeftError as error:
         typer.echo(f"Error: {error}", err=True)
@@ -157,6 +164,28 @@ def mlm(  # noqa: PLR0913 - one option of a command is one argument of its funct
 
 
 _FIELDS = {one.name for one in dataclasses.fields(Settings)}
+
+
+def from_recipe(name: str) -> dict[str, Any]:
+    """The settings that a recipe states; a new model of BERT-large's sizes."""
+    from tasks.recipes import recipe
+
+    paper = recipe(name, task="mlm")
+    layers, width = {"bert-large": (24, 1024), "bert-base": (12, 768)}[paper.model]
+    return {
+        "recipe": name,
+        "layers": layers,
+        "width": width,
+        "epsilon": paper.epsilon,
+        "delta": paper.delta,
+        "batch_size": paper.batch_size,
+        "batches": tuple((first, size) for first, size in paper.batches),
+        "steps": paper.steps,
+        "lr": paper.lr,
+        "weight_decay": f"{paper.weight_decay:g}",
+        "max_grad_norm": paper.max_grad_norm,
+        "max_length": paper.max_length,
+    }
 
 
 def command_of(ctx: typer.Context) -> str:
@@ -185,6 +214,7 @@ def run_mlm(settings: Settings) -> list[Result]:
     from dppeft.text import MaskedRows, rows_for_masking
     from tasks import masked_lm
     from tasks.common import demo_encoder
+    from tasks.mlm_report import figures, report, share
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # loading would report the head that is new
@@ -295,72 +325,3 @@ def print_plan(console: Console, settings: Settings, texts: Texts, plan: Any) ->
         f"{settings.weight_decay}"
     )
     console.print(plan.explain())
-
-
-def report(
-    console: Console, trained: dict[str, tuple[Any, Fit, float]], baseline: float, texts: int
-) -> None:
-    """The share of masked tokens that each model names."""
-    from tasks.masked_lm import visited
-
-    table = Table(f"on {texts} held-out texts", "masked-token accuracy", "seconds", "examples/s")
-    table.add_row("always the commonest token", f"{baseline:.3f}", "", "")
-    for name, (_, done, value) in trained.items():
-        speed = visited(done.run.plan) / max(done.seconds, 1e-9)
-        table.add_row(name, f"{value:.3f}", f"{done.seconds:.0f}", f"{speed:.0f}")
-    console.print(table)
-
-
-def share(console: Console, settings: Settings, model: Any, run: Any, tokenizer: Any) -> int:
-    """Model, card and tokenizer into the output folder; the bytes of it."""
-    import dppeft
-
-    card = run.card()
-    if settings.public:
-        card = card.without_guarantee("Trained without privacy, on text declared public.")
-    dppeft.export(model, settings.output, spent=card)
-    tokenizer.name_or_path = ""  # where it was loaded from is nobody's business
-    tokenizer.save_pretrained(settings.output)
-    size = sum(path.stat().st_size for path in settings.output.rglob("*") if path.is_file())
-    claim = "no guarantee"
-    if card.guarantee:
-        claim = f"({card.epsilon:.2f}, {card.delta:g})-DP for {card.unit}"
-    console.print(
-        f"saved: {size:,} bytes in {settings.output}, {claim}. Read it with "
-        "transformers.AutoModelForMaskedLM.from_pretrained."
-    )
-    return size
-
-
-def figures(
-    settings: Settings, texts: Texts, trained: dict[str, tuple[Any, Fit, float]], size: int
-) -> list[Result]:
-    """One result for each run, the shared one first."""
-    from tasks.masked_lm import visited
-    from tasks.results import Result
-
-    results = []
-    for name, (model, done, value) in trained.items():
-        plan = done.run.plan
-        label = f"BERT, {settings.layers} layers of width {settings.width}"
-        if settings.model or settings.body != "new":
-            label = Path(settings.model).name if settings.model else "MiniLM-L6"
-        results.append(
-            Result(
-                task=f"mlm ({texts.name})",
-                model=label,
-                method="full",
-                epsilon=plan.target_epsilon if name == "private" else None,
-                metric="masked-token accuracy",
-                value=value,
-                trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-                examples_per_second=visited(plan) / max(done.seconds, 1e-9),
-                seconds=done.seconds,
-                private_rows=0 if settings.public else len(texts.train),
-                command=settings.command,
-                bytes_shared=size if not results else None,
-                seed=settings.seed,
-                note="text declared public" if settings.public else "",
-            )
-        )
-    return results

@@ -37,10 +37,15 @@ def encode(rows: Rows, tokenizer: Any, recipe: Recipe) -> TokenizedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A finished run and what it cost in time. ``examples_per_second`` counts expected examples."""
+    """A finished run and what it cost in time. ``examples_per_second`` counts expected examples.
+
+    ``signal``: a record for each step of how the released gradient's signal and noise compare,
+    where that was asked for.
+    """
 
     run: Any
     seconds: float
+    signal: Sequence[Any] = ()
 
     @property
     def examples_per_second(self) -> float:

@@ -72,6 +72,8 @@ def test_the_whole_way_from_texts_to_a_folder(
     text = capsys.readouterr().out
     assert text.index("epsilon (pld)") < text.index("masked-token accuracy")
     assert "always the commonest token" in text
+    assert "private: signal over noise by fifths of the run: " in text
+    assert "without privacy: signal" not in text
     card = json.loads((settings.output / "privacy.json").read_text())
     assert card["guarantee"] is True
     assert card["epsilon"] <= 200.0
@@ -214,6 +216,22 @@ def test_the_schedule_and_the_run_beside_it(texts: Path, base: Path) -> None:
     assert not plain.has_guarantee
     constant = make_plan(_settings(texts, base, steps=8), 200)
     assert (constant.batch_schedule, masked_lm.visited(constant)) == (None, 8 * 60)
+
+
+def test_a_recipe_gives_the_papers_schedule(tmp_path: Path) -> None:
+    name = "anil2021-full-bert-large-mlm-growing"
+    settings = Settings(output=tmp_path / "out", **mlm.from_recipe(name))
+    sizes = settings.batch_schedule()
+    assert len(sizes) == 20_000
+    assert (sizes[0], sizes[7500], sizes[-1]) == (262_144, 524_288, 1_048_576)
+    assert (settings.epsilon, settings.decay, settings.layers, settings.width) == (
+        5.36,
+        1.0,
+        24,
+        1024,
+    )
+    with pytest.raises(ArgumentError, match="is for mnli, not for mlm"):
+        mlm.from_recipe("yu2022-lora-roberta-large-mnli")
 
 
 def test_the_rate_warms_up_and_falls_to_zero() -> None:

@@ -58,7 +58,8 @@ def test_the_plan_gives_the_papers_numbers(one: PaperRecipe) -> None:
         assert found == pytest.approx(check.epsilon, rel=0.02)
 
 
-STEPS = {(o.task, o.method, o.objective, o.clipping, str(o.options)): o for o in ALL}
+# One of each combination that the step could fail on; the sizes of the models play no part.
+STEPS = {(o.model[:5], o.method, o.objective, o.clipping, str(o.options)): o for o in ALL}
 
 
 def tiny_model(one: PaperRecipe) -> tuple[str, nn.Module]:
