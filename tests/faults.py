@@ -34,8 +34,8 @@ FAULTS = (
     Fault(
         "divides by the drawn batch size",
         "dppeft/training/step.py",
-        "self._move(noisy, rates.expected_batch_size)",
-        "self._move(noisy, max(len(draw), 1))",
+        "self._move(noisy, rates.expected_batch_size, scales)",
+        "self._move(noisy, max(len(draw), 1), scales)",
         "tests/training/test_step.py -k B17",
     ),
     Fault(
@@ -111,9 +111,9 @@ FAULTS = (
         "        self.record.release(draw.step, rates, total.l2_bound)"
         "  # on disk before anyone can use it\n"
         "        noisy = self.processes.from_main(noisy)  # released\n"
-        "        self._move(noisy, rates.expected_batch_size)  # released",
+        "        self._move(noisy, rates.expected_batch_size, scales)  # released",
         "        noisy = self.processes.from_main(noisy)\n"
-        "        self._move(noisy, rates.expected_batch_size)\n"
+        "        self._move(noisy, rates.expected_batch_size, scales)\n"
         "        self.record.release(draw.step, rates, total.l2_bound)",
         "tests/training/test_step.py tests/training/test_run.py",
     ),
@@ -134,10 +134,45 @@ FAULTS = (
     Fault(
         "empty draws are not released",
         "dppeft/training/step.py",
-        "        total = self._clipped_sum(draw)  # private",
+        "        total = self._clipped_sum(draw, scales)  # private",
         "        if len(draw) == 0:\n            return\n"
-        "        total = self._clipped_sum(draw)  # private",
+        "        total = self._clipped_sum(draw, scales)  # private",
         "tests/training/test_step.py -k A15",
+    ),
+    Fault(
+        "gradients are scaled after their norms were taken",
+        "dppeft/clipping/scaling.py",
+        "return norms_by_chunks(self.instantiate, self.batch, self.scale.numel())",
+        "return self.term.norms_sq()",
+        "tests/optimizers/test_adam.py -k clipped_as_scaled",
+    ),
+    Fault(
+        "the optimizer is told the noise of the sum, not of the mean",
+        "dppeft/training/step.py",
+        "self.optimizer.noise_std = sum_std / rates.expected_batch_size",
+        "self.optimizer.noise_std = sum_std",
+        "tests/optimizers/test_adam.py -k says_how_large",
+    ),
+    Fault(
+        "a row's masks depend on what was read before it",
+        "dppeft/text/masking.py",
+        'f"{index}:{read}".encode()',
+        'f"{self._reads.sum()}".encode()',
+        "tests/test_masking.py",
+    ),
+    Fault(
+        "the loss of many rates is mixed from below",
+        "dppeft/privacy/_losses.py",
+        "        lower = one_step(float(rates[above - 1]), noise, interval)",
+        "        upper = lower = one_step(float(rates[above - 1]), noise, interval)",
+        "tests/privacy/test_schedules.py tests/privacy/test_accounting.py",
+    ),
+    Fault(
+        "infilling reads another place than the mask",
+        "dppeft/text/infilling.py",
+        "hidden[rows, batch[POSITION]]",
+        "hidden[rows, 0 * batch[POSITION]]",
+        "tests/test_infilling.py -k own_logits",
     ),
     Fault(
         "each tensor is clipped to the whole bound",

@@ -78,13 +78,12 @@ class Update:
             noisy = self.noise.add(  # released from here on: std = noise_multiplier * l2_bound
                 total, noise_multiplier=rates.noise_multiplier, step=draw.step
             )
-        self.record.release(draw.step, rates, total.l2_bound)  # on disk before anyone can use it
-        noisy = self.processes.from_main(noisy)  # released
         if hasattr(self.optimizer, "noise_std"):  # public: of each coordinate of the gradient
             sum_std = rates.noise_multiplier * total.l2_bound
             self.optimizer.noise_std = sum_std / rates.expected_batch_size
-        noisy |= {name: noisy[name] / scale for name, scale in scales.items()}
-        self._move(noisy, rates.expected_batch_size)  # released
+        self.record.release(draw.step, rates, total.l2_bound)  # on disk before anyone can use it
+        noisy = self.processes.from_main(noisy)  # released
+        self._move(noisy, rates.expected_batch_size, scales)  # released
         self.thresholds.move(noisy, rates.expected_batch_size)  # released
 
     def _scales(self) -> dict[str, torch.Tensor]:
@@ -111,12 +110,17 @@ class Update:
                 )
         return total
 
-    def _move(self, noisy: dict[str, torch.Tensor], expected_batch_size: float) -> None:
+    def _move(
+        self,
+        noisy: dict[str, torch.Tensor],
+        expected_batch_size: float,
+        scales: Mapping[str, torch.Tensor],
+    ) -> None:
         """One optimizer step on the released gradient and on nothing else."""
         # Gradients of the user's own backward passes, on trained or frozen tensors, are dropped:
         # they were neither clipped nor noised.
         self.optimizer.zero_grad(set_to_none=True)
-        lifted = self.lift(noisy)
+        lifted = self.lift({n: g / scales[n] if n in scales else g for n, g in noisy.items()})
         for name, parameter in self.lift.moved.items():
             released = (lifted.pop(name) / expected_batch_size).to(parameter.dtype)
             parameter.grad = through_hooks(parameter, released)
