@@ -81,7 +81,6 @@ def train(settings: TrainSettings, *, say: Say, progress: Progress) -> dict[str,
     plan = _plan(settings, len(table))
     _validate.positive(lr=settings.lr)
     _validate.positive(head_lr=settings.head_lr)
-    say(plan.explain())
 
     tokenizer = load_tokenizer(settings.model, settings.pad_token)
     base = load_base(settings.model, classes, tokenizer)
@@ -90,6 +89,7 @@ def train(settings: TrainSettings, *, say: Say, progress: Progress) -> dict[str,
     if cut:
         say(f"{cut} rows were cut to {settings.max_length} tokens (not private: for you only)")
     dataset = TokenDataset(rows, labels)
+    say(plan.explain())  # after what can be refused, before anything is spent
     run = _fit(model, dataset, plan, settings, tokenizer=tokenizer, progress=progress)
     run.note_look("the names of the classes, read from the label column")
     dppeft.export(model, settings.output, spent=run.card())

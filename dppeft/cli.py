@@ -36,6 +36,23 @@ Adapter = Annotated[Path, typer.Option(help="A folder that `dppeft train` wrote.
 Base = Annotated[str | None, typer.Option("--model", help="Base model, if it has moved.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        import dppeft
+
+        typer.echo(dppeft.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Fine-tune pretrained transformers on private data and share the small result."""
+
+
 @app.command()
 def plan(
     num_examples: Annotated[int, typer.Option(help="Rows in the private data set.")],

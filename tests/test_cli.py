@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import dppeft
 from dppeft import cli
 from tests.tiny import opinions, save_folder
 
@@ -44,6 +45,13 @@ def _rows(path: Path, count: int = 240, **columns: Any) -> Path:
 def _train(base: Path, data: Path, output: Path, *more: object) -> list[object]:
     arguments = ["train", "--data", data, "--text", "text", "--label", "label", "--model", base]
     return [*arguments, "--epsilon", 8, "--output", output, *more]
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out.strip() == dppeft.__version__
 
 
 def test_plan_prints_and_gives_json(run: Cli) -> None:
