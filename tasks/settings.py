@@ -103,15 +103,21 @@ def model_name(settings: Settings) -> str:
     return Path(settings.model).name if settings.model else "MiniLM-L6"
 
 
-def check_before_loading(settings: Settings) -> None:
-    """What can be refused before anything is read."""
+def check_names(task: str, methods: Sequence[str]) -> None:
+    """An unknown name is an error, with the names there are or the nearest one."""
     from dppeft.tuners import registry
 
-    if settings.task not in TASKS:
-        raise ArgumentError(f"Unknown task {settings.task!r}. Tasks: {', '.join(TASKS)}.")
+    if task not in TASKS:
+        raise ArgumentError(f"Unknown task {task!r}. Tasks: {', '.join(TASKS)}.")
+    for method in methods:
+        registry.info(method)
+
+
+def check_before_loading(settings: Settings) -> None:
+    """What can be refused before anything is read."""
+    check_names(settings.task, [settings.method])
     if settings.objective == "head" and (settings.template or settings.label_words):
         raise ArgumentError("A head takes no template or label words: add --objective infilling.")
-    registry.info(settings.method)  # an unknown name is an error, with the nearest one
     if settings.output.exists() and any(settings.output.iterdir()):
         raise ArgumentError(f"--output {settings.output} is not empty. Name a new folder.")
     if settings.rows is not None and settings.rows < 1:

@@ -26,7 +26,7 @@ from dppeft.errors import DppeftError
 from tasks.classifying import Work
 from tasks.common import Recipe
 from tasks.results import Result, read_file, write_results
-from tasks.settings import Settings, model_name
+from tasks.settings import Settings, check_names, model_name
 from tasks.training import without_privacy
 
 app = typer.Typer(add_completion=False)
@@ -148,6 +148,7 @@ def main(
     console = Console(soft_wrap=True, highlight=False)
     found = list(read_file(result)) if result.exists() else []
     try:
+        check_names(task, method)
         features = None
         for setting in settings_of(method, epsilon or [8.0], seeds, no_privacy=no_privacy):
             if setting.is_in(found):
