@@ -26,7 +26,7 @@ from transformers import logging
 from tests.bench import tables
 from tests.bench.measuring import KEEPS_FREED_MEMORY
 
-PARTS = ("speed", "memory", "full", "tuners", "rgp", "generation", "mlm")
+PARTS = ("speed", "memory", "full", "tuners", "rgp", "infilling", "generation", "mlm")
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -41,6 +41,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "full": (arguments.repeats,),
         "tuners": (arguments.repeats,),
         "rgp": (arguments.repeats,),
+        "infilling": (arguments.repeats,),
         "generation": (arguments.repeats,),
         "mlm": (arguments.repeats,),
     }
