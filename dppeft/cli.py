@@ -111,12 +111,12 @@ def train(
     target_modules: Annotated[str | None, typer.Option(help="Names, by comma.")] = None,
     delta: Annotated[float | None, typer.Option(help="Default: min(1e-5, 1/(2N)).")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Expected logical batch.")] = None,
-    epochs: Annotated[float, typer.Option(help="Expected visits per row.")] = 10.0,
+    epochs: Annotated[float | None, typer.Option(help="Expected visits per row.")] = None,
     lr: Annotated[float, typer.Option(help="Learning rate of the adapter.")] = 5e-4,
     head_lr: Annotated[float, typer.Option(help="Learning rate of the head.")] = 5e-3,
     max_length: Annotated[int, typer.Option(help="Tokens kept of a row.")] = 128,
-    max_grad_norm: Annotated[float, typer.Option(help="Clipping threshold.")] = 0.1,
-    clipping: Annotated[str, typer.Option(help="flat, per_layer or automatic.")] = "flat",
+    max_grad_norm: Annotated[float | None, typer.Option(help="Clipping threshold.")] = None,
+    clipping: Annotated[str | None, typer.Option(help="flat, per_layer or automatic.")] = None,
     engine: Annotated[str, typer.Option(help="auto or opacus.")] = "auto",
     precision: Annotated[str, typer.Option(help="auto, float32 or bf16.")] = "auto",
     pad_token: Annotated[str | None, typer.Option(help="Where the tokenizer has none.")] = None,
@@ -146,15 +146,11 @@ def train(
         head_lr=head_lr,
         max_length=max_length,
         max_grad_norm=max_grad_norm,
+        clipping=clipping,
         pad_token=pad_token,
         eval_data=eval_data,
         method_options=_method_options(option or [], target_modules),
-        engine_options={
-            "clipping": clipping,
-            "engine": engine,
-            "precision": precision,
-            "seed": seed,
-        },
+        engine_options={"engine": engine, "precision": precision, "seed": seed},
     )
     with _Bar() as bar:
         result = classify.train(settings, say=_note, progress=bar.advance)

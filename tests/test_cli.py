@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import dppeft
-from dppeft import cli
+from dppeft import classify, cli
 from tests.tiny import opinions, save_folder
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -203,3 +203,37 @@ def test_every_command_has_help(run: Cli, command: str) -> None:
     code, text, _ = run(command, "--help")
     assert code == 0
     assert "--json" in text
+
+
+def test_batch_and_passes_follow_the_number_of_rows() -> None:
+    found = {rows: classify.by_size(rows) for rows in (4, 800, 20_000, 67_349, 134_698, 392_702)}
+    assert found == {
+        4: (1, 10.0),
+        800: (100, 10.0),
+        20_000: (1024, 10.0),
+        67_349: (1024, 10.0),
+        134_698: (2000, 10.0),
+        392_702: (5831, pytest.approx(17.5, abs=0.05)),  # the paper's MNLI: 6,000 and 18
+    }
+    assert classify.by_size(10**7) == (6000, 18.0)
+    sizes = [classify.by_size(rows) for rows in range(1, 500_000, 997)]
+    assert sizes == sorted(sizes)
+
+
+def test_without_a_threshold_clipping_is_automatic() -> None:
+    fields: dict[str, Any] = {
+        "data": Path("x"),
+        "columns": classify.Columns(text="text"),
+        "model": "x",
+        "output": Path("y"),
+        "epsilon": 8.0,
+    }
+    for given, clipping, bound in (
+        ({}, "automatic", 0.1),
+        ({"max_grad_norm": 2.0}, "flat", 2.0),
+        ({"clipping": "per_layer"}, "per_layer", 0.1),
+        ({"clipping": "automatic", "max_grad_norm": 1.0}, "automatic", 1.0),
+    ):
+        settings = classify.TrainSettings(**fields, **given)
+        assert classify._clipping(settings) == clipping
+        assert classify._plan(settings, 1000).max_grad_norm == bound
