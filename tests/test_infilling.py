@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, DistilBertForMaskedLM
+from transformers import AutoTokenizer, DistilBertForMaskedLM, TrainingArguments
 
 import dppeft
 from dppeft.errors import ArgumentError, DataError, UnsupportedModelError
@@ -158,6 +158,28 @@ def test_a_private_run_is_proven_on_rows_that_are_nobodys(
     for drawn in run.batches():
         run.step(drawn)
     assert run.spent().steps == 2
+
+
+def test_the_trainer_takes_it(infilling: Infilling, tokenizer: Any, tmp_path: Path) -> None:
+    texts, labels = tiny.opinions(24)
+    trainer = dppeft.PrivateTrainer(
+        dppeft.wrap(build("bert-mlm"), "lora"),
+        TrainingArguments(
+            str(tmp_path), max_steps=1, report_to=[], remove_unused_columns=False, use_cpu=True
+        ),
+        train_dataset=TokenDataset(infilling.encode(texts, max_length=30).rows, labels),
+        processing_class=tokenizer,
+        privacy=dppeft.Privacy(
+            noise_multiplier=1.0,
+            delta=1e-3,
+            batch_size=8,
+            loss=infilling.loss(),
+            ledger=tmp_path / "ledger.jsonl",
+        ),
+    )
+    trainer.train()
+    assert trainer.spent().steps == 1
+    assert trainer._run.preflight.made_up
 
 
 def test_it_learns_words(infilling: Infilling, tokenizer: Any) -> None:

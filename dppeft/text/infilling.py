@@ -171,7 +171,7 @@ class Infilling:
         if POSITION not in batch:
             raise ArgumentError(
                 f"The batch has no {POSITION!r}; it holds {', '.join(sorted(batch))}. Make the "
-                "rows with Infilling.encode."
+                "rows with Infilling.encode; a Trainer needs remove_unused_columns=False."
             )
         base = unwrap(model)
         body = getattr(base, base.base_model_prefix)
