@@ -286,3 +286,36 @@ def test_matrices_enter_the_first_moment_shrunk_and_vectors_as_they_are() -> Non
     torch.testing.assert_close(-vector.detach(), vector.grad.sign())
     with pytest.raises(ArgumentError, match=r"Expected a matrix, got a tensor of shape \(30,\)"):
         shrink(vector.grad, 0.5)
+
+
+@pytest.mark.parametrize("kind", ["corrected", "prescaled"])
+def test_a_restored_run_goes_on_as_if_it_had_not_stopped(kind: str, tmp_path: Path) -> None:
+    """What the optimizer knows of released gradients, scales included, is saved and comes back."""
+    batch = tiny.make_batch("bert", batch_size=12, lengths=[5] * 12)
+    rows = [{"input_ids": ids.tolist()} for ids in batch["input_ids"]]
+    plan = dppeft.plan(
+        num_examples=12, batch_size=6, steps=4, noise_multiplier=0.5, delta=1e-3, max_grad_norm=0.1
+    )
+
+    def start(name: str) -> tuple[nn.Module, Any]:
+        model = dppeft.wrap(tiny.build("bert"), "bitfit")
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = PrivateAdam(trained, 0.01, second_moment=kind, eps=1e-3, floor=1e-4)
+        dataset = TokenDataset(rows, batch["labels"].tolist())
+        return model, dppeft.make_private(
+            model, optimizer, dataset, plan, seed=1, ledger=tmp_path / name
+        )
+
+    whole, run = start("whole")
+    for drawn in run.batches():
+        run.step(drawn)
+    _, first = start("first")
+    for drawn in first.batches(steps=2):
+        first.step(drawn)
+    first.save(tmp_path / "saved")
+    rest, second = start("second")
+    second.restore(tmp_path / "saved")
+    for drawn in second.batches():
+        second.step(drawn)
+    for (name, one), other in zip(whole.named_parameters(), rest.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
