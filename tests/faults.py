@@ -234,8 +234,8 @@ FAULTS = (
     Fault(
         "matrices with one input share their norms, too",
         "dppeft/clipping/terms.py",
-        "_gram_products([t.left for t in group.values()], right)",
-        "_gram_products([next(iter(group.values())).left for _ in group], right)",
+        "gram_products([t.left for t in group.values()], right)",
+        "gram_products([next(iter(group.values())).left for _ in group], right)",
         "tests/clipping/test_rules.py -k share",
     ),
     Fault(

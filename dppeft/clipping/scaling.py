@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dppeft.clipping.terms import Term, norms_by_chunks, weighted_sum
+from dppeft.clipping.grams import norms_by_chunks
+from dppeft.clipping.terms import Term, weighted_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,9 @@ class Scaled(Term):
 
     def norms_sq(self) -> Tensor:
         return norms_by_chunks(self.instantiate, self.batch, self.scale.numel())
+
+    def lengths(self) -> Tensor:
+        return self.term.lengths() * self.scale.abs().amax()
 
     def add_to(self, total: Tensor, factors: Tensor) -> None:
         # The scale is the same for all examples: the sum needs none of them alone.

@@ -11,32 +11,26 @@ Shapes: B examples, T positions. All terms hold float32 (float64 stays float64).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_GRAM_BLOCK = 64  # positions; a Gram matrix is symmetric, so blocks below its diagonal are left out
+from dppeft.clipping.grams import Products, by_example, gram_products, lengths_of, norms_by_chunks
+
 # Below this share of the largest possible norm a sum of float32 products has lost its digits;
 # random directions at T positions have a share of 1 / T.
 _CANCELS = 1e-3
 _ROUNDING = 1e-6  # of a float32 sum of products, relative to the sum of their lengths
-_CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32 at a time when gradients are formed and dropped
 
 Rows = Tensor | slice
-Products = tuple[Tensor, Tensor]  # (B,) squared norms, (B,) sums of the positions' lengths
 _ALL = slice(None)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Norms and sums never happen in a lower precision than float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
-
-
-def by_example(grads: Tensor) -> Tensor:
-    """(B, *shape) -> (B, p), also for a parameter without axes."""
-    return grads.reshape(len(grads), -1)
 
 
 class Term(ABC):
@@ -61,6 +55,13 @@ class Term(ABC):
         """``||g_i||^2``."""
 
     @abstractmethod
+    def lengths(self) -> Tensor:  # (B,)
+        """What ``||g_i||`` would be if all that is added up in it had one direction.
+
+        ``add_to`` may round away a share of this, which is what a norm far below it must allow for.
+        """
+
+    @abstractmethod
     def add_to(self, total: Tensor, factors: Tensor) -> None:  # total: shape; factors: (B,)
         """``total += sum_i factors_i g_i``, without a (B, *shape) tensor if it can be avoided."""
 
@@ -79,7 +80,7 @@ class Factored(Term):
 
     @abstractmethod
     def products(self, rows: Rows, dtype: torch.dtype) -> Products:
-        """The squared norms, and ``_lengths``, of the given rows, computed in this precision."""
+        """The squared norms, and ``lengths_of``, of the given rows, computed in this precision."""
 
     def norms_sq(self) -> Tensor:
         return norms_sq_of({"": self})[""]
@@ -104,6 +105,9 @@ class Dense(Term):
 
     def norms_sq(self) -> Tensor:
         return by_example(self.grads).square().sum(1)
+
+    def lengths(self) -> Tensor:
+        return self.grads.new_zeros(self.batch)  # summed as they are: nothing cancels on the way
 
     def add_to(self, total: Tensor, factors: Tensor) -> None:
         total.view(-1).addmv_(by_example(self.grads).T, factors.to(self.grads.dtype))
@@ -152,8 +156,11 @@ class Outer(Factored):
         return 2 * positions**2 < m * n
 
     def products(self, rows: Rows, dtype: torch.dtype) -> Products:
-        """``sum_ts (left_t . left_s)(right_t . right_s)``, each pair once; and ``_lengths``."""
-        return _gram_products([self.left[rows].to(dtype)], self.right[rows].to(dtype))[0]
+        """``sum_ts (left_t . left_s)(right_t . right_s)``, each pair once; and ``lengths_of``."""
+        return gram_products([self.left[rows].to(dtype)], self.right[rows].to(dtype))[0]
+
+    def lengths(self) -> Tensor:
+        return (self.left.norm(dim=2) * self.right.norm(dim=2)).sum(1)
 
     def add_to(self, total: Tensor, factors: Tensor) -> None:
         left, right = self.left, self.right
@@ -196,10 +203,13 @@ class Lookup(Factored):
         return table.scatter_add_(1, ids[..., None].expand_as(grad), grad)
 
     def products(self, rows: Rows, dtype: torch.dtype) -> Products:
-        """``sum_ts [ids_t = ids_s] grad_t . grad_s``, and ``_lengths``."""
+        """``sum_ts [ids_t = ids_s] grad_t . grad_s``, and ``lengths_of``."""
         ids, grad = self.ids[rows], self.grad[rows].to(dtype)
         grams = (grad @ grad.mT).mul_(ids[:, :, None] == ids[:, None, :])
-        return grams.sum((1, 2)), _lengths(grams)
+        return grams.sum((1, 2)), lengths_of(grams)
+
+    def lengths(self) -> Tensor:
+        return self.grad.norm(dim=2).sum(1)
 
     def add_to(self, total: Tensor, factors: Tensor) -> None:
         scaled = self.grad * factors.to(self.grad.dtype)[:, None, None]
@@ -232,7 +242,7 @@ class Tied(Factored):
         return self.lookup.instantiate(rows) + self.outer.instantiate(rows)
 
     def products(self, rows: Rows, dtype: torch.dtype) -> Products:
-        """The squared norm as above, and ``_lengths``."""
+        """The squared norm as above, and ``lengths_of``."""
         ids, grad = self.lookup.ids[rows], self.lookup.grad[rows].to(dtype)
         left, right = self.outer.left[rows], self.outer.right[rows].to(dtype)
         read = left.gather(2, ids[:, None].expand(-1, left.shape[1], -1)).to(dtype)  # (B, T, S)
@@ -240,6 +250,9 @@ class Tied(Factored):
         parts = [self.lookup.products(rows, dtype), self.outer.products(rows, dtype)]
         (a, lengths_a), (b, lengths_b) = parts
         return a + b + 2 * cross, lengths_a + lengths_b
+
+    def lengths(self) -> Tensor:
+        return self.lookup.lengths() + self.outer.lengths()
 
     def add_to(self, total: Tensor, factors: Tensor) -> None:
         self.lookup.add_to(total, factors)
@@ -270,6 +283,9 @@ class Sum(Term):
     def norms_sq(self) -> Tensor:
         elements = self.instantiate(slice(0, 1)).numel()
         return norms_by_chunks(self.instantiate, self.batch, elements)
+
+    def lengths(self) -> Tensor:
+        return torch.stack([term.lengths() for term in self.terms]).sum(0)
 
     def add_to(self, total: Tensor, factors: Tensor) -> None:
         for term in self.terms:
@@ -320,7 +336,7 @@ def norms_sq_of(terms: dict[str, Term]) -> dict[str, Tensor]:
     of their lengths. The sum is made in float32, so that what it may round away is added.
     """
     factored = {n: t for n, t in terms.items() if isinstance(t, Factored) and t.in_grams}
-    found = {n: term.norms_sq() for n, term in terms.items() if n not in factored}
+    found = {n: _with_margin(term) for n, term in terms.items() if n not in factored}
     if factored:
         products = _products_of(factored)
         norms_sq = torch.stack([products[name][0] for name in factored])
@@ -336,6 +352,16 @@ def norms_sq_of(terms: dict[str, Term]) -> dict[str, Tensor]:
     return {name: found[name] for name in terms}
 
 
+def _with_margin(term: Term) -> Tensor:
+    """``norms_sq`` of a term whose gradients are made to be measured; they cancel like products."""
+    norms_sq = term.norms_sq()
+    if isinstance(term, Dense):
+        return norms_sq
+    lengths = term.lengths()
+    covered = (norms_sq.clamp_min(0).sqrt() + _ROUNDING * lengths).square()
+    return torch.where(norms_sq < _CANCELS * lengths.square(), covered, norms_sq)
+
+
 def _products_of(terms: dict[str, Factored]) -> dict[str, Products]:
     """``products`` of each term; matrices with one input (query, key, value) share its Gram."""
     found: dict[str, Products] = {}
@@ -349,43 +375,9 @@ def _products_of(terms: dict[str, Factored]) -> dict[str, Products]:
             found[name] = term.products(_ALL, term.dtype)
     for group in sharing.values():
         right = next(iter(group.values())).right
-        found |= zip(group, _gram_products([t.left for t in group.values()], right), strict=True)
-    return found
-
-
-def _gram_products(lefts: Sequence[Tensor], right: Tensor) -> list[Products]:
-    """For each ``left`` (B, T, m): the sum over pairs of positions, and ``_lengths``.
-
-    Below the diagonal a symmetric matrix holds nothing new; blocks of it are left out.
-    """
-    found = [(right.new_zeros(len(right)), right.new_zeros(len(right))) for _ in lefts]
-    for start in range(0, right.shape[1], _GRAM_BLOCK):
-        here, after = slice(start, start + _GRAM_BLOCK), slice(start, None)
-        shared = right[:, here] @ right[:, after].mT
-        width = min(_GRAM_BLOCK, shared.shape[2])
-        for left, (total, lengths) in zip(lefts, found, strict=True):
-            grams = (left[:, here] @ left[:, after].mT).mul_(shared)
-            total += grams.sum((1, 2))
-            if width < shared.shape[2]:
-                total += grams[:, :, width:].sum((1, 2))
-            lengths += _lengths(grams[:, :, :width])
+        found |= zip(group, gram_products([t.left for t in group.values()], right), strict=True)
     return found
 
 
 def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
     return x.masked_fill(rows.view(-1, *[1] * (x.dim() - 1)), 0)
-
-
-def _lengths(grams: Tensor) -> Tensor:
-    """Sum over positions of the lengths of their parts, whose squares are a Gram's diagonal."""
-    return grams.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().sum(1)
-
-
-def norms_by_chunks(instantiate: Callable[[slice], Tensor], batch: int, elements: int) -> Tensor:
-    """``||g_i||^2`` (B,) of gradients with so many elements each, made a few rows at a time."""
-    step = max(1, _CHUNK_ELEMENTS // elements)
-    parts = [
-        by_example(instantiate(slice(start, start + step))).square().sum(1)
-        for start in range(0, batch, step)
-    ]
-    return torch.cat(parts)

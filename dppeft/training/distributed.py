@@ -1,6 +1,6 @@
 """Who draws, who sums, who writes, when several processes train one model.
 
-Every process knows the same secret and so the same Poisson draw; the physical batches are dealt
+Every process knows the same secret and so the same Poisson draw; the rows are dealt
 out; one all-reduce adds the clipped sums; the main process alone draws the noise and broadcasts the
 noisy sum, so that the noise enters once and every process applies the same bits. Adapters need no
 DistributedDataParallel wrapper: nothing is synchronised during a backward pass.

@@ -105,7 +105,7 @@ class PhysicalLimits:
     tokens: int | None
     rows: int | None
 
-    def cut(self, lengths: np.ndarray, *, pieces: int = 1) -> list[np.ndarray]:
+    def cut(self, lengths: np.ndarray) -> list[np.ndarray]:
         """Positions 0..n-1 cut into physical batches, longest rows first.
 
         Longest first: whoever runs out of memory does so in the first batch, and later batches
@@ -113,12 +113,9 @@ class PhysicalLimits:
 
         Args:
             lengths: (n,) tokens of each row.
-            pieces: cut into at least this many, if there are as many rows (one per process).
         """
         order = np.argsort(-lengths, kind="stable")
-        most = -(-len(order) // pieces)
-        if self.rows is not None:
-            most = min(most, self.rows)
+        most = len(order) if self.rows is None else self.rows
         cuts, start = [], 0
         while start < len(order):
             size = most
@@ -166,17 +163,6 @@ def _default_tokens(model: nn.Module, device: torch.device) -> int:
     return int(np.clip(free // 2 // per_token, 1_024, 65_536))
 
 
-def deal(costs: Sequence[int], world_size: int) -> list[list[int]]:
-    """Positions of physical batches for each process: the dearest to the least loaded, in turn."""
-    shares: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
-    for position in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = loads.index(min(loads))
-        shares[rank].append(position)
-        loads[rank] += costs[position]
-    return shares
-
-
 @dataclass(frozen=True, eq=False)
 class LogicalBatch:
     """One Poisson draw, not yet used. What was drawn, and how much, is private.
@@ -219,18 +205,21 @@ class Packer:
     rank: int = 0
     world_size: int = 1
 
-    def shares(self, indices: Tensor) -> list[list[np.ndarray]]:
-        """The rows of each physical batch, for each process: disjoint, and together the draw."""
+    def shares(self, indices: Tensor) -> list[np.ndarray]:
+        """The drawn rows of each process: disjoint, and together the draw.
+
+        Dealt by their place in the draw, which every process knows, and by nothing that is read
+        from a row: a data set that augments its rows shows each process other lengths, and a cut
+        by those would count some rows twice.
+        """
         drawn = indices.cpu().numpy()
-        lengths = self.source.lengths(drawn)
-        cuts = self.limits.cut(lengths, pieces=self.world_size)
-        costs = [int(lengths[cut[0]]) * len(cut) for cut in cuts]
-        return [[drawn[cuts[i]] for i in share] for share in deal(costs, self.world_size)]
+        return [drawn[rank :: self.world_size] for rank in range(self.world_size)]
 
     def physical_batches(self, indices: Tensor) -> Iterator[Batch]:
         """Collated batches of this process's share of ``indices``, fetched when asked for."""
-        for rows in self.shares(indices)[self.rank]:
-            yield self.batch(rows.tolist())
+        own = self.shares(indices)[self.rank]
+        for cut in self.limits.cut(self.source.lengths(own)):
+            yield self.batch(own[cut].tolist())
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The rows at ``indices`` as one collated batch on the device."""

@@ -182,3 +182,48 @@ def test_gradients_switched_off_around_the_call() -> None:
     assert float(found["head.bias"].abs().max()) > 0
     with torch.inference_mode(), pytest.raises(dppeft.DppeftError, match="inference_mode"):
         dppeft.clipped_sum(Net(), tokens(), max_grad_norm=1.0, loss=net_loss)
+
+
+class Twice(nn.Module):
+    """One layer called on two inputs, at T and T' positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.layer(y)
+
+
+def _paired_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    one, other = model(batch["x"], batch["y"])
+    return (one * batch["w"]).flatten(1).sum(1) + (other * batch["z"]).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("positions", [(4, 4), (24, 24), (64, 4), (40, 10)])
+def test_a_row_that_cancels_stays_within_the_bound_however_it_is_measured(
+    positions: tuple[int, int], scaled: bool
+) -> None:
+    """In Grams, from gradients that are made, as a sum of kinds, and in an optimizer's units."""
+    torch.manual_seed(0)
+    model, generator = Twice(), torch.Generator().manual_seed(1)
+    batch = {
+        name: torch.randn(60, length, 64, generator=generator) * size
+        for name, length, size in zip(
+            "xwyz", (positions[0],) * 2 + (positions[1],) * 2, (0.1, 1.0) * 2, strict=True
+        )
+    }
+    large = (torch.randint(0, 2, (64,), generator=generator) * 2.0 - 1) * 2.0**34
+    sign = torch.randint(0, 2, (64,), generator=generator) * 2.0 - 1
+    crafted = {name: torch.zeros(1, *value.shape[1:]) for name, value in batch.items()}
+    crafted["x"][0, 0] = crafted["y"][0, 0] = large
+    crafted["w"][0, 0], crafted["z"][0, 0] = sign, -sign  # the two uses cancel exactly
+    more = {n: torch.cat([v[:30], crafted[n], v[30:]]) for n, v in batch.items()}
+    scales = {"layer.weight": torch.ones(64, 64)} if scaled else None
+    engine = make_engine(model, loss=_paired_loss)
+    without, with_row = (
+        engine.clipped_sum(rows, max_grad_norm=1.0, scales=scales) for rows in (batch, more)
+    )
+    moved = with_row.grads["layer.weight"].double() - without.grads["layer.weight"].double()
+    assert float(moved.norm()) <= 1.0
