@@ -79,6 +79,7 @@ def run_task(settings: Settings) -> None:
             }
             about |= {"command": command_of(settings), "model": model, "size": size}
             about |= {"model_name": model_name(settings), "recipe": settings.paper}
+            about["delta"] = work.plan.delta
             write_figures(settings.result, fits=fits, scores=scores, **about)
     accelerator.wait_for_everyone()
 
@@ -228,6 +229,10 @@ class Work:
         for name, score in scores.items():
             table.add_row(name, f"{score:.3f}")
         self.console.print(table)
+        self.console.print(
+            "The bag of words had a budget of its own on the same rows: whoever publishes both has "
+            "spent both."
+        )
         main_score = next(iter(scores.values()))
         self.console.print(f"accuracy: {main_score:.3f} on {len(rows)} {rows.name}")
         return scores

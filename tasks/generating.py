@@ -63,8 +63,6 @@ class Settings:
     @property
     def command(self) -> str:
         """The command line that makes such a run again."""
-        if self.paper:
-            return f"python -m tasks.run {self.task} --data FOLDER --recipe {self.paper}"
         names = {"num_beams": "beams"}
         changed = self.recipe | self.decoding | {"rows": self.rows, "eval_rows": self.eval_rows}
         options = "".join(
@@ -83,7 +81,7 @@ def generation(
     method: Annotated[str | None, typer.Option(help="`dppeft methods`; default: lora.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Default: 8; inf: no privacy.")] = None,
     recipe: Annotated[str | None, typer.Option(help="See `python -m tasks.recipes`.")] = None,
-    delta: Annotated[float, typer.Option(help="Below 1 / number of rows.")] = 1e-5,
+    delta: Annotated[float | None, typer.Option(help="Default: 1e-5, or the recipe's.")] = None,
     compare: Annotated[bool, typer.Option(help="Train once more without privacy.")] = False,
     zero_shot: Annotated[bool, typer.Option(help="Score the untrained model, too.")] = False,
     data: Annotated[Path | None, typer.Option(help="Folder of local files.")] = None,
@@ -109,7 +107,7 @@ def generation(
         task=str(ctx.info_name),
         method=method or "lora",
         epsilon=8.0 if epsilon is None else epsilon,
-        delta=delta,
+        delta=1e-5 if delta is None else delta,
         data=data,
         model=model or SMOLLM2,
         output=output or new_folder(str(ctx.info_name), recipe or method or "lora"),
@@ -131,7 +129,7 @@ def generation(
     )
     try:
         if recipe is not None:
-            said = {"method": method, "epsilon": epsilon, "model": model}
+            said = {"method": method, "epsilon": epsilon, "model": model, "delta": delta}
             settings = with_paper(settings, recipe, said)
         run_generation(settings)
     except DppeftError as error:
@@ -154,7 +152,7 @@ def with_paper(settings: Settings, name: str, said: Mapping[str, Any]) -> Settin
         model=said["model"] or paper.model,
         epsilon=paper.epsilon if in_paper else settings.epsilon,
         noise_multiplier=paper.noise_multiplier if in_paper else None,
-        delta=paper.delta,
+        delta=paper.delta if said.get("delta") is None else said["delta"],
         accountant=paper.accountant,
         options=paper.options if said["method"] in (None, paper.method) else {},
         recipe={**paper.training(), **given},

@@ -156,7 +156,12 @@ def mlm(  # noqa: PLR0913 - one option of a command is one argument of its funct
     given["output"] = output or Path("runs") / f"mlm-{time.strftime('%Y%m%d-%H%M%S')}"
     given["engine_options"] = {"engine": engine, "precision": precision}
     try:
-        given |= from_recipe(recipe) if recipe is not None else {"recipe": ""}
+        given["recipe"] = recipe or ""
+        if recipe is not None:  # it fills in what the command line does not say
+            defaults = {one.name: one.default for one in ctx.command.params}
+            stated = from_recipe(recipe)
+            silent = {n: v for n, v in stated.items() if given.get(n) == defaults.get(n)}
+            given |= silent | {"batches": stated["batches"] if "batch_size" in silent else ()}
         run_mlm(Settings(**given, command=command_of(ctx)))
     except DppeftError as error:
         typer.echo(f"Error: {error}", err=True)
@@ -254,6 +259,8 @@ def run_mlm(settings: Settings) -> list[Result]:
         trained[name] = model, done, masked_lm.accuracy(model, held_out, tokenizer)
     report(console, trained, masked_lm.commonest_accuracy(held_out), len(held_out))
     model, done, _ = next(iter(trained.values()))
+    if settings.texts and not settings.public:
+        done.run.note_look("accuracy on texts of the same files, held out")
     size = share(console, settings, model, done.run, tokenizer)
     results = figures(settings, texts, trained, size)
     if settings.result is not None:
@@ -293,7 +300,7 @@ def make_plan(settings: Settings, rows: int) -> Any:
     import dppeft
 
     sizes = settings.batch_schedule()
-    budget: dict[str, Any] = {"epsilon": settings.epsilon or EPSILON}
+    budget: dict[str, Any] = {"epsilon": EPSILON if settings.epsilon is None else settings.epsilon}
     if settings.public:
         budget = {"noise_multiplier": 0.0}
     return dppeft.plan(

@@ -77,6 +77,7 @@ def figures(
                 model=label,
                 method="full",
                 epsilon=plan.target_epsilon if name == "private" else None,
+                delta=plan.delta if name == "private" else None,
                 metric="masked-token accuracy",
                 value=value,
                 trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -59,6 +59,7 @@ def write_figures(  # noqa: PLR0913 - all that a line of the table says
     scores: Sequence[dict[str, float]],
     model: Any,
     size: int,
+    delta: float,
     recipe: str = "",
 ) -> None:
     """The private run, and the one without privacy where there was one; one file.
@@ -74,6 +75,7 @@ def write_figures(  # noqa: PLR0913 - all that a line of the table says
         scores: for each evaluation set, accuracy by run in the same order.
         model: the private one.
         size: bytes shared of it.
+        delta: of the private run.
         recipe: that the run was of, if any.
     """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -86,6 +88,7 @@ def write_figures(  # noqa: PLR0913 - all that a line of the table says
                     model=model_name,
                     method=method,
                     epsilon=None if number else epsilon,
+                    delta=None if number else delta,
                     metric="accuracy",
                     value=value,
                     trained_parameters=trained,

@@ -28,7 +28,7 @@ def classification(
     method: Annotated[str | None, typer.Option(help="`dppeft methods`; default: lora.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Budget of the run; default: 8.")] = None,
     recipe: Annotated[str | None, typer.Option(help="See `python -m tasks.recipes`.")] = None,
-    delta: Annotated[float, typer.Option(help="Below 1 / number of rows.")] = 1e-5,
+    delta: Annotated[float | None, typer.Option(help="Default: 1e-5, or the recipe's.")] = None,
     compare: Annotated[bool, typer.Option(help="Train once more without privacy.")] = False,
     data: Annotated[Path | None, typer.Option(help="Folder of local files.")] = None,
     model: Annotated[str | None, typer.Option(help="Base model; default: the demo's.")] = None,
@@ -55,7 +55,7 @@ def classification(
         task=str(ctx.info_name),
         method=method or "lora",
         epsilon=8.0 if epsilon is None else epsilon,
-        delta=delta,
+        delta=1e-5 if delta is None else delta,
         compare=compare,
         data=data,
         model=model,
@@ -79,7 +79,7 @@ def classification(
     )
     try:
         if recipe is not None:
-            settings = with_paper(settings, recipe, method=method, epsilon=epsilon)
+            settings = with_paper(settings, recipe, method=method, epsilon=epsilon, delta=delta)
         run_task(settings)
     except DppeftError as error:
         typer.echo(f"Error: {error}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,22 +42,31 @@ class Settings:
     recipe: dict[str, Any] = field(default_factory=dict)
 
 
+_OPTIONS = ("epochs", "batch_size", "max_length", "lr", "head_lr", "max_grad_norm", "clipping")
+
+
 def command_of(settings: Settings) -> str:
     """The command line that makes such a run again."""
-    if settings.paper:
-        return f"python -m tasks.run {settings.task} --recipe {settings.paper}"
-    changed = {name: value for name, value in settings.recipe.items() if value is not None}
+    said: dict[str, Any] = {"recipe": settings.paper} if settings.paper else {}
+    said |= {"method": settings.method}
+    if settings.epsilon is not None:
+        said["epsilon"] = f"{settings.epsilon:g}"
     if settings.objective != "head":
-        changed = {"objective": settings.objective, **changed}
-    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in changed.items())
-    return (
-        f"python -m tasks.run {settings.task} --method {settings.method} "
-        f"--epsilon {settings.epsilon:g}{options}"
+        said["objective"] = settings.objective
+    said |= {name: settings.recipe.get(name) for name in _OPTIONS} | {"rows": settings.rows}
+    options = " ".join(
+        f"--{name.replace('_', '-')} {value}" for name, value in said.items() if value is not None
     )
+    return f"python -m tasks.run {settings.task} {options}"
 
 
 def with_paper(
-    settings: Settings, name: str, *, method: str | None, epsilon: float | None
+    settings: Settings,
+    name: str,
+    *,
+    method: str | None,
+    epsilon: float | None,
+    delta: float | None = None,
 ) -> Settings:
     """The settings of a recipe, wherever the command line says nothing else.
 
@@ -65,6 +75,7 @@ def with_paper(
         name: of the recipe.
         method: on the command line, or None.
         epsilon: on the command line, or None.
+        delta: on the command line, or None.
 
     Raises:
         ArgumentError: no such recipe, or one of another task.
@@ -80,7 +91,7 @@ def with_paper(
         model=settings.model or (None if paper.model == "minilm" else paper.model),
         epsilon=paper.epsilon if epsilon is None else epsilon,
         noise_multiplier=paper.noise_multiplier if epsilon is None else None,
-        delta=paper.delta,
+        delta=paper.delta if delta is None else delta,
         accountant=paper.accountant,
         objective=paper.objective,
         options=paper.options if method in (None, paper.method) else {},
@@ -90,7 +101,7 @@ def with_paper(
 
 def stated_epsilon(plan: Any) -> float:
     """The budget, or what the noise comes to where none was set."""
-    return plan.target_epsilon or round(plan.epsilon(), 2)
+    return plan.epsilon() if plan.target_epsilon is None else plan.target_epsilon
 
 
 def new_folder(task: str, of: str) -> Path:
@@ -115,6 +126,11 @@ def check_names(task: str, methods: Sequence[str]) -> None:
 
 def check_before_loading(settings: Settings) -> None:
     """What can be refused before anything is read."""
+    if settings.epsilon is not None and math.isinf(settings.epsilon):
+        raise ArgumentError(
+            "--epsilon inf would train without privacy under a private run's name. Give a budget; "
+            "--compare adds the same run without privacy."
+        )
     check_names(settings.task, [settings.method])
     if settings.objective == "head" and (settings.template or settings.label_words):
         raise ArgumentError("A head takes no template or label words: add --objective infilling.")

@@ -29,6 +29,8 @@ from tasks.results import Result, read_file, write_results
 from tasks.settings import Settings, check_names, model_name
 from tasks.training import without_privacy
 
+DELTA = 1e-5
+
 app = typer.Typer(add_completion=False)
 
 
@@ -40,10 +42,10 @@ class Setting:
     epsilon: float | None
     seed: int  # of the start values; draws and noise have none
 
-    def is_in(self, results: Sequence[Result]) -> bool:
-        """Whether it was measured."""
-        mine = (self.method, self.epsilon, self.seed)
-        return mine in [(one.method, one.epsilon, one.seed) for one in results]
+    def is_in(self, results: Sequence[Result], command: str, model: str) -> bool:
+        """Whether it was measured, with the same command on the same model."""
+        mine = (self.method, self.epsilon, self.seed, command, model)
+        return mine in [(r.method, r.epsilon, r.seed, r.command, r.model) for r in results]
 
 
 def settings_of(
@@ -63,14 +65,14 @@ def one(given: Settings, setting: Setting, console: Console, features: Any) -> t
     recipe = dict(given.recipe)
     if recipe["lr"] is not None:  # LoRA's: the other methods' follow from it, as by default
         recipe["lr"] = Recipe(lr=recipe["lr"]).for_method(setting.method).lr
-    settings = replace(
-        given, method=setting.method, epsilon=setting.epsilon or float("inf"), recipe=recipe
-    )
+    budget = float("inf") if setting.epsilon is None else setting.epsilon
+    settings = replace(given, method=setting.method, epsilon=budget, recipe=recipe)
     work = Work.of(settings, console, dict(given.engine_options))
     work.features = features
     torch.manual_seed(setting.seed)  # of the start values, which are public
-    plan = work.plan if setting.epsilon else without_privacy(work.plan)
-    return work, work.train(plan, f"{setting.method}, {setting.epsilon or 'no privacy'}")
+    plan = without_privacy(work.plan) if setting.epsilon is None else work.plan
+    title = "no privacy" if setting.epsilon is None else f"{setting.epsilon:g}"
+    return work, work.train(plan, f"{setting.method}, {title}")
 
 
 def results_of(
@@ -96,8 +98,22 @@ def results_of(
             seconds=done.seconds,
             private_rows=len(work.task.train),
             bytes_shared=shared,
+            delta=None if setting.epsilon is None else work.plan.delta,
             command=command,
         )
+
+
+def command_of(given: Settings) -> str:
+    """The command line of a sweep, without its methods and budgets: each result has its own."""
+    said = {"objective": given.objective if given.objective != "head" else None}
+    said |= {"rows": given.rows, **given.recipe}
+    said["delta"] = given.delta if given.delta != DELTA else None
+    words = [
+        f"--{name.replace('_', '-')} {value if isinstance(value, str) else f'{value:g}'}"
+        for name, value in said.items()
+        if value is not None
+    ]
+    return " ".join([f"python -m tasks.sweep {given.task}", *words])
 
 
 @app.command()
@@ -110,7 +126,7 @@ def main(
     ] = None,
     seeds: Annotated[int, typer.Option(help="Start values at the first epsilon.")] = 1,
     no_privacy: Annotated[bool, typer.Option(help="Each once without privacy, too.")] = False,
-    delta: Annotated[float, typer.Option(help="Below 1 / number of rows.")] = 1e-5,
+    delta: Annotated[float, typer.Option(help="Below 1 / number of rows.")] = DELTA,
     data: Annotated[Path | None, typer.Option(help="Folder of local files.")] = None,
     model: Annotated[str | None, typer.Option(help="Base model.")] = None,
     rows: Annotated[int | None, typer.Option(help="Use only so many private rows.")] = None,
@@ -138,24 +154,17 @@ def main(
         objective=objective,
         recipe=recipe,
     )
-    changed = "".join(
-        f" --{name.replace('_', '-')} {value:g}"
-        for name, value in {"rows": rows, **recipe}.items()
-        if value is not None
-    )
-    if objective != "head":
-        changed = f" --objective {objective}{changed}"
+    command = command_of(given)
     console = Console(soft_wrap=True, highlight=False)
     found = list(read_file(result)) if result.exists() else []
     try:
         check_names(task, method)
         features = None
         for setting in settings_of(method, epsilon or [8.0], seeds, no_privacy=no_privacy):
-            if setting.is_in(found):
+            if setting.is_in(found, command, model_name(given)):
                 continue
             work, trained = one(given, setting, console, features)
             features = work.features
-            command = f"python -m tasks.sweep {task}{changed}"
             found += results_of(given, setting, work, trained, command)
             write_results(result, found)
             console.print(f"{setting.method}, {setting.epsilon}: {found[-1].value:.3f}")

@@ -91,8 +91,15 @@ def reproduction(results: Iterable[Result]) -> str:
         one = recipes.recipe(name)
         for said in one.reported:
             own = [r for r in measured if (r.recipe, r.metric) == (name, said.metric)]
-            lines.append(_against(one, said, [r for r in own if r.epsilon is not None]))
+            lines.append(_against(one, said, [r for r in own if _same_budget(r, said)]))
     return "\n".join(lines)
+
+
+def _same_budget(result: Result, said: Reported) -> bool:
+    """Within 5 %: the paper's epsilon is often another accountant's."""
+    if said.epsilon is None or result.epsilon is None:
+        return said.epsilon is result.epsilon
+    return abs(result.epsilon - said.epsilon) <= 0.05 * said.epsilon
 
 
 def _against(one: PaperRecipe, said: Reported, own: Sequence[Result]) -> str:
@@ -107,7 +114,9 @@ def _against(one: PaperRecipe, said: Reported, own: Sequence[Result]) -> str:
     if own:
         values = [result.value for result in own]
         spread = f", {min(values):.3g} to {max(values):.3g}" if len(values) > 1 else ""
-        ours = f"{statistics.mean(values):.3g} ({len(values)} runs{spread}; {own[0].hardware})"
+        few = f"; on {own[0].private_rows:,} rows" * (own[0].private_rows != one.num_examples)
+        about = f"{len(values)} runs{spread}{few}; {own[0].hardware}"
+        ours = f"{statistics.mean(values):.3g} ({about})"
     epsilon = "no privacy" if said.epsilon is None else f"{said.epsilon:g}"
     return f"| {one.name} | {said.metric} | {epsilon} | {figure} | {ours} |"
 

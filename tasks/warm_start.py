@@ -55,6 +55,7 @@ def part_of(plan: Any, steps: int) -> Any:
         delta=plan.delta,
         noise_multiplier=plan.noise_multiplier,
         max_grad_norm=plan.max_grad_norm,
+        accountant=plan.accountant,
     )
 
 

@@ -234,6 +234,7 @@ def write_figures(
             model=Path(settings.model).name,
             method="none" if run.fit is None else settings.method,
             epsilon=epsilon if run.private else None,
+            delta=settings.delta if run.private else None,
             metric=metric,
             value=value,
             trained_parameters=0 if run.fit is None else trained,

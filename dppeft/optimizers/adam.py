@@ -90,11 +90,26 @@ class PrivateAdam(torch.optim.Optimizer):
                 "shrinkage=True takes the noise of a matrix to be of one size, and with "
                 "second_moment='prescaled' it is not. Choose one of the two."
             )
-        self.prescaled = second_moment == "prescaled"
         options = {"second_moment": second_moment, "floor": floor, "shrinkage": shrinkage}
         options |= {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options)
+        _ = self.prescaled  # refuses groups that differ
         self.noise_std: float | None = None
+
+    @property
+    def prescaled(self) -> bool:
+        """Whether gradients are scaled before they are clipped; one answer for all groups.
+
+        Raises:
+            ArgumentError: the groups differ.
+        """
+        kinds = {group["second_moment"] for group in self.param_groups}
+        if len(kinds) > 1 or not kinds <= set(SECOND_MOMENTS):
+            raise ArgumentError(
+                f"The groups have second_moment={sorted(kinds)}; expected one for all of them, of "
+                f"{', '.join(SECOND_MOMENTS)}."
+            )
+        return kinds == {"prescaled"}
 
     @overload
     def step(self, closure: None = None) -> None: ...

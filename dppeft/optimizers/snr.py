@@ -103,13 +103,19 @@ class SignalToNoise:
     Raises:
         ArgumentError: the process keeps no ledger (only the main one of several does).
         UnsupportedModelError: the optimizer moves other tensors than those that are released
-            (``rgp``), so that the noise of what it gets has another size.
+            (``rgp``), or scales gradients (``prescaled``): the noise of what it gets has another
+            size.
     """
 
     def __init__(self, run: _Run) -> None:
         if run.ledger is None:
             raise ArgumentError(
                 "This process keeps no ledger to read the noise from. Observe the main process."
+            )
+        if getattr(run.optimizer, "prescaled", False):
+            raise UnsupportedModelError(
+                "With second_moment='prescaled' the noise in what the optimizer gets has another "
+                "size in each coordinate. Use another second_moment, or leave the observation out."
             )
         moved = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
         trained = {id(p) for p in run.model.parameters() if p.requires_grad}

@@ -173,6 +173,7 @@ class Infilling:
                 f"The batch has no {POSITION!r}; it holds {', '.join(sorted(batch))}. Make the "
                 "rows with Infilling.encode; a Trainer needs remove_unused_columns=False."
             )
+        self._check_positions(batch)
         base = unwrap(model)
         body = getattr(base, base.base_model_prefix)
         inputs = {name: value for name, value in batch.items() if name not in (POSITION, "labels")}
@@ -181,6 +182,17 @@ class Infilling:
         # Only the mask goes on: the rest of the vocabulary's projection would be thrown away.
         at_mask = head_features(base, hidden[rows, batch[POSITION]].unsqueeze(1))
         return self._word_logits(base, at_mask)
+
+    def _check_positions(self, batch: Batch) -> None:
+        """A collator that pads on the left would move the mask. On a GPU a look would wait."""
+        ids, positions = batch["input_ids"], batch[POSITION]
+        if ids.device.type != "cpu":
+            return
+        if not bool((ids.gather(1, positions[:, None]) == self._tokenizer.mask_token_id).all()):
+            raise ArgumentError(
+                "A row's mask is not at its mask_position: the collator pads on the left, or cuts. "
+                "Use dppeft.text.collator_for(tokenizer), which pads on the right."
+            )
 
     def _word_logits(self, base: nn.Module, at_mask: Tensor) -> Tensor:
         """(B, 1, d) -> (B, classes)."""

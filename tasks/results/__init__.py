@@ -39,6 +39,7 @@ class Result:
     private_rows: int
     command: str
     bytes_shared: int | None = None
+    delta: float | None = None
     seed: int | None = None  # of the start values; draws and noise have none
     note: str = ""
     recipe: str = ""  # of tasks/recipes, where the run was of one

@@ -17,7 +17,7 @@ def test_every_seed_at_the_first_budget_and_the_first_seed_at_the_others() -> No
     of_lora = [(s.epsilon, s.seed) for s in found if s.method == "lora"]
     assert of_lora == [(8.0, 0), (8.0, 1), (3.0, 0), (None, 0)]
     assert [s.method for s in found] == ["lora"] * 4 + ["head"] * 4
-    assert Setting(method="lora", epsilon=8.0, seed=0).is_in([]) is False
+    assert Setting(method="lora", epsilon=8.0, seed=0).is_in([], "", "") is False
 
 
 def test_what_is_measured_is_not_measured_again(

@@ -77,9 +77,10 @@ def test_a_papers_figure_stands_beside_what_was_measured_and_nothing_else() -> N
     (line,) = (line for line in reproduction([]).splitlines() if f"| {name} |" in line)
     assert "| 6.7 | 0.922 (unverified) | not run here: needs the weights of roberta-base" in line
     assert f"`python -m tasks.run sst2 --recipe {name}`" in line
-    runs = [result(recipe=name, value=v, hardware="a machine") for v in (0.90, 0.92)]
-    without = [result(recipe=name, epsilon=None), result(recipe="")]
+    same = {"recipe": name, "hardware": "a machine", "epsilon": 6.7}
+    runs = [result(**same, value=v) for v in (0.90, 0.92)]
+    without = [result(recipe=name, epsilon=None), result(recipe=name, epsilon=3.0)]
     (line,) = (x for x in reproduction([*runs, *without]).splitlines() if f"| {name} |" in x)
-    assert line.endswith("| 0.91 (2 runs, 0.9 to 0.92; a machine) |")
+    assert line.endswith("| 0.91 (2 runs, 0.9 to 0.92; on 5 rows; a machine) |")
     verified = [line for line in reproduction([]).splitlines() if "lora-roberta-large-mnli" in line]
     assert "| 0.878 |" in verified[0]
