@@ -160,6 +160,8 @@ def mlm(  # noqa: PLR0913 - one option of a command is one argument of its funct
         if recipe is not None:  # it fills in what the command line does not say
             defaults = {one.name: one.default for one in ctx.command.params}
             stated = from_recipe(recipe)
+            if public:  # trains without a budget
+                del stated["epsilon"]
             silent = {n: v for n, v in stated.items() if given.get(n) == defaults.get(n)}
             given |= silent | {"batches": stated["batches"] if "batch_size" in silent else ()}
         run_mlm(Settings(**given, command=command_of(ctx)))

@@ -234,6 +234,23 @@ def test_a_recipe_gives_the_papers_schedule(tmp_path: Path) -> None:
         mlm.from_recipe("yu2022-lora-roberta-large-mnli")
 
 
+def test_a_recipe_fills_in_what_the_command_line_does_not_say(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Settings] = []
+    monkeypatch.setattr(mlm, "run_mlm", seen.append)
+    name = "anil2021-full-bert-large-mlm-1m"
+    for more in (["--epsilon", "1", "--delta", "1e-12"], ["--public"], ["--batch-size", "64"]):
+        given = ["--recipe", name, "--output", str(tmp_path / "new"), *more]
+        done = CliRunner().invoke(app, given)
+        assert done.exit_code == 0, done.output
+    budget, public, small = seen
+    assert (budget.epsilon, budget.delta, budget.steps) == (1.0, 1e-12, 20_000)
+    assert public.epsilon is None
+    assert public.public
+    assert (small.epsilon, small.batch_size) == (5.36, 64)
+
+
 def test_the_rate_warms_up_and_falls_to_zero() -> None:
     optimizer, schedule = masked_lm.make_optimizer(
         build("bert-mlm"), lr=0.01, weight_decay="auto", steps=20
