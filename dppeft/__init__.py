@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "ClippedSum": "dppeft._types",
     "DppeftError": "dppeft.errors",
+    "Infilling": "dppeft.infilling",
     "MethodInfo": "dppeft.tuners.registry",
     "AdaptiveClipping": "dppeft.privacy.adaptive",
     "Privacy": "dppeft.training.trainer",

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 Batch = Mapping[str, Tensor]  # as a Hugging Face collator makes it; first dimension = examples
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]  # (model, batch) -> (B,)
+
+
+@runtime_checkable
+class KnowsNoise(Protocol):
+    """An optimizer that a private run tells the size of the noise, and asks for its units.
+
+    Attributes:
+        noise_std: standard deviation of the noise in each coordinate of the gradient to come, in
+            the units of ``scales``; the run sets it before each step.
+    """
+
+    noise_std: float | None
+
+    def scales(self) -> Mapping[Tensor, Tensor]:
+        """By parameter, what gradients are multiplied by before they are clipped; none: 1.
+
+        Must be made of released values alone.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,7 +94,7 @@ def train(settings: TrainSettings, *, say: Say, progress: Progress) -> dict[str,
     if cut:
         say(f"{cut} rows were cut to {settings.max_length} tokens (not private: for you only)")
     dataset = TokenDataset(rows, labels)
-    say(plan.explain())  # after what can be refused, before anything is spent
+    say(plan.explain())
     run = _fit(model, dataset, plan, settings, tokenizer=tokenizer, progress=progress)
     run.note_look("the names of the classes, read from the label column")
     dppeft.export(model, settings.output, spent=run.card())

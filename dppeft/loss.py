@@ -52,13 +52,8 @@ def default_loss(model: nn.Module, *, label_smoothing: float = 0.0) -> PerExampl
             no loss above.
         UnsupportedModelError: a part of the tuner's own loss belongs to no example (AdaLoRA).
     """
-    _validate.non_negative(label_smoothing=label_smoothing)
-    if label_smoothing >= 1:
-        raise ArgumentError(
-            f"Expected label_smoothing < 1, got label_smoothing={label_smoothing}: no weight would "
-            "be left for the labels. Usual values are 0 to 0.2."
-        )
-    _refuse_own_loss(model)
+    check_smoothing(label_smoothing)
+    refuse_own_loss(model)
     base = unwrap(model)
     accepted = inspect.signature(base.forward).parameters
     # A cache of keys and values is memory that no training step reads.
@@ -98,7 +93,7 @@ class _DefaultLoss:
         targets = F.pad(labels.long(), (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
         if self.kind == "causal_lm":  # position t predicts token t + 1
             targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
-        tokens = self._cross_entropy(logits.flatten(0, 1), targets.flatten()).view_as(targets)
+        tokens = self._entropy(logits.flatten(0, 1), targets.flatten()).view_as(targets)
         return tokens.sum(dim=1) / (targets != IGNORED).sum(dim=1).clamp_min(1)
 
     def _classification(self, base: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
@@ -107,7 +102,7 @@ class _DefaultLoss:
         if problem == "single_label_classification":
             if labels.is_floating_point() or labels.numel() != len(logits) or logits.dim() != 2:
                 raise _misfit(logits, labels, "one whole-number class per row")
-            return self._cross_entropy(logits, labels.reshape(-1).long())
+            return self._entropy(logits, labels.reshape(-1).long())
         if self.label_smoothing:
             raise ArgumentError(
                 f"label_smoothing={self.label_smoothing} is for cross-entropy; these labels ask "
@@ -134,7 +129,7 @@ class _DefaultLoss:
         length = output.start_logits.shape[1]
         start, end = (
             # A position outside the row's tokens is no target, as in transformers.
-            self._cross_entropy(
+            self._entropy(
                 logits, target.reshape(-1).long().masked_fill(target.reshape(-1) >= length, IGNORED)
             )
             for logits, target in zip(
@@ -143,16 +138,34 @@ class _DefaultLoss:
         )
         return (start + end) / 2
 
-    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """-log p(target) per row, 0 where the target is -100. logits: (N, C); targets: (N,)."""
-        _refuse_other_classes(targets, logits.shape[-1])
-        # Casting inside log_softmax keeps a half-precision (B, T, V) from being copied first.
-        log_probs = F.log_softmax(logits, dim=-1, dtype=_wide(logits))
-        losses = F.nll_loss(log_probs, targets, reduction="none", ignore_index=IGNORED)
-        if not self.label_smoothing:
-            return losses
-        uniform = -log_probs.mean(dim=-1).masked_fill(targets == IGNORED, 0.0)
-        return (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
+    def _entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """-log p(target) per row, 0 where the target is -100. logits: (N, C); targets: (N,).
+
+    Raises:
+        DataError: a target outside the classes (looked at on the CPU only).
+    """
+    _refuse_other_classes(targets, logits.shape[-1])
+    # Casting inside log_softmax keeps a half-precision (B, T, V) from being copied first.
+    log_probs = F.log_softmax(logits, dim=-1, dtype=_wide(logits))
+    losses = F.nll_loss(log_probs, targets, reduction="none", ignore_index=IGNORED)
+    if not label_smoothing:
+        return losses
+    uniform = -log_probs.mean(dim=-1).masked_fill(targets == IGNORED, 0.0)
+    return (1 - label_smoothing) * losses + label_smoothing * uniform
+
+
+def check_smoothing(label_smoothing: float) -> None:
+    """An error unless it lies in [0, 1)."""
+    _validate.non_negative(label_smoothing=label_smoothing)
+    if label_smoothing >= 1:
+        raise ArgumentError(
+            f"Expected label_smoothing < 1, got label_smoothing={label_smoothing}: no weight would "
+            "be left for the labels. Usual values are 0 to 0.2."
+        )
 
 
 def _refuse_other_classes(targets: Tensor, classes: int) -> None:
@@ -175,7 +188,7 @@ _DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 _OWN_LOSS = {"ADALORA": "orth_reg_weight", "SHADOW": "auxiliary_loss_weight", "CPT": None}
 
 
-def _refuse_own_loss(model: nn.Module) -> None:
+def refuse_own_loss(model: nn.Module) -> None:
     """A tuner whose loss has a part that the logits do not show, and that would be dropped."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         kind = str(getattr(config.peft_type, "value", config.peft_type))

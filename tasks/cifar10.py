@@ -20,8 +20,9 @@ from rich.console import Console
 from torch import Tensor
 
 import dppeft
-from dppeft.errors import DataError, DppeftError
+from dppeft.errors import DataError
 from tasks.results import Result, write_results
+from tasks.settings import one_line_errors
 from tasks.vision import Images, VisionRecipe, WideResNet, accuracy, fit
 
 RECORD = 1 + 3 * 32 * 32  # a label and the three colours of 32 x 32 pixels
@@ -88,7 +89,7 @@ def main(  # noqa: PLR0913 - the command line
 ) -> None:
     """Train privately and report the accuracy on the test images."""
     console = Console(soft_wrap=True, highlight=False)
-    try:
+    with one_line_errors():
         train = read_binary(data, TRAINING) if data else from_hub("train")
         test = read_binary(data, TEST) if data else from_hub("test")
         plan = dppeft.plan(
@@ -113,9 +114,6 @@ def main(  # noqa: PLR0913 - the command line
                 progress=lambda step: status.update(f"training: step {step}/{plan.steps}"),
             )
         score = accuracy(model, test[0].to(device), test[1].to(device))
-    except DppeftError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
     console.print(f"accuracy: {score:.3f} on {len(test[1])} test images")
     if result is not None:
         found = Result(

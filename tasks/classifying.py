@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from dppeft.errors import ArgumentError
 from tasks.settings import (
     Settings,
     check_before_loading,
@@ -55,7 +51,6 @@ def run_task(settings: Settings) -> None:
     accelerator = Accelerator()
     console = Console(quiet=not accelerator.is_main_process, soft_wrap=True, highlight=False)
     work = Work.of(settings, console, {**settings.engine_options, "accelerator": accelerator})
-    work.objective.build()  # a model that does not fit is refused before the plan is shown
     print_plan(console, settings, work)
     model, done = work.train(work.plan, "private")
     console.print(
@@ -72,15 +67,20 @@ def run_task(settings: Settings) -> None:
         paired = work.task.train.pairs is not None
         size = share(console, settings, model, done.run, paired=paired)
         if settings.result is not None:
-            about = {
-                "task": work.task,
-                "method": settings.method,
-                "epsilon": stated_epsilon(work.plan),
-            }
-            about |= {"command": command_of(settings), "model": model, "size": size}
-            about |= {"model_name": model_name(settings), "recipe": settings.paper}
-            about["delta"] = work.plan.delta
-            write_figures(settings.result, fits=fits, scores=scores, **about)
+            write_figures(
+                settings.result,
+                command=command_of(settings),
+                task=work.task,
+                method=settings.method,
+                epsilon=stated_epsilon(work.plan),
+                delta=work.plan.delta,
+                model_name=model_name(settings),
+                fits=fits,
+                scores=scores,
+                model=model,
+                size=size,
+                recipe=settings.paper,
+            )
     accelerator.wait_for_everyone()
 
 
@@ -132,13 +132,14 @@ class Work:
 
         folder = settings.model or str(demo_encoder())
         task = load_task(settings, folder)
+        about = importlib.import_module(f"tasks.{settings.task}")
         objective = make_objective(
             settings.objective,
             folder,
             AutoTokenizer.from_pretrained(folder),
             classes=task.classes,
-            template=settings.template or task.template,
-            label_words=settings.label_words or task.label_words,
+            template=settings.template or about.TEMPLATE,
+            label_words=settings.label_words or about.LABEL_WORDS,
         )
         plan = dppeft.plan(
             num_examples=len(task.train),
@@ -151,7 +152,7 @@ class Work:
             max_grad_norm=task.recipe.max_grad_norm,
         )
         tokens, cut = objective.encode(task.train, task.recipe)
-        return cls(
+        work = cls(
             console=console,
             task=task,
             objective=objective,
@@ -163,19 +164,27 @@ class Work:
             options=settings.options,
             engine_options=engine_options,
         )
+        work.wrap(objective.build())  # what does not fit is refused before a plan is shown
+        return work
+
+    def wrap(self, base: Any) -> Any:
+        """A base model with the method in place; an error where the two do not fit."""
+        import dppeft
+        from tasks.training import adapted_layers
+
+        options = {**adapted_layers(base, self.method, self.task.recipe), **self.options}
+        model = dppeft.wrap(base, self.method, **options)
+        self.objective.prepare(model)
+        return model
 
     def train(self, plan: Any, title: str) -> tuple[Any, Fit]:
         """A fresh model, trained by the plan."""
-        import dppeft
         from tasks.reporting import progress_bar
-        from tasks.training import adapted_layers, fit
+        from tasks.training import fit
         from tasks.warm_start import frozen_features, part_of, warm_start
 
         recipe, objective = self.task.recipe, self.objective
         base = objective.build()
-        options = {**adapted_layers(base, self.method, recipe), **self.options}
-        # What cannot be wrapped is refused here, before the warm start has spent anything.
-        dppeft.wrap(objective.build(), self.method, **options)
         ledger = {}
         if recipe.head_steps:
             with self.console.status(f"{title}: warm start of the head on frozen features"):
@@ -187,8 +196,7 @@ class Work:
                 )
             if warm.run.ledger is not None:  # the main process writes
                 ledger = {"ledger": warm.run.ledger.path}
-        model = dppeft.wrap(base, self.method, **options)
-        objective.prepare(model)
+        model = self.wrap(base)
         with progress_bar(self.console, plan, title) as progress:
             done = fit(
                 model,
@@ -264,6 +272,7 @@ def share(
         The bytes shared.
     """
     import dppeft
+    from tasks.reporting import in_a_new_process
 
     spent = run.spent()
     dppeft.export(model, settings.output, spent=run.card())
@@ -274,25 +283,13 @@ def share(
         f"({spent.epsilon:.2f}, {spent.delta:g})-DP for {spent.unit} ({spent.accountant}, "
         f"{spent.steps} steps)"
     )
-    command = [sys.executable, "-m", "tasks.predict", settings.task, str(settings.output)]
-    command += ["--model", settings.model] if settings.model else []
-    command += ["--objective", settings.objective]
-    command += ["--template", settings.template] if settings.template else []
+    read_back = [settings.task, str(settings.output), "--objective", settings.objective]
+    read_back += ["--model", settings.model] if settings.model else []
+    read_back += ["--template", settings.template] if settings.template else []
     for word in settings.label_words or ():
-        command += ["--label-word", word]
-    # A fresh process: nothing of this run but the folder. Names that a launcher set would make it
-    # wait for other ranks.
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {key: value for key, value in os.environ.items() if key not in launcher}
-    done = subprocess.run(
-        [*command, "--", *(settings.sentences or (PAIRS if paired else SENTENCES))],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise ArgumentError(f"The shared folder could not be read back: {done.stderr[-500:]}")
+        read_back += ["--label-word", word]
+    sentences = settings.sentences or (PAIRS if paired else SENTENCES)
+    printed = in_a_new_process("tasks.predict", *read_back, "--", *sentences)
     console.print("read back in a new process with peft.PeftModel.from_pretrained:")
-    console.print(done.stdout, end="", markup=False)
+    console.print(printed, end="", markup=False)
     return size

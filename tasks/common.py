@@ -92,18 +92,13 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A data set ready to train on: private rows, rows to report on, names of the classes.
-
-    ``template`` and ``label_words`` (one per class) are those of Li et al. (2022), for infilling.
-    """
+    """A data set ready to train on: private rows, rows to report on, names of the classes."""
 
     name: str
     train: Rows
     evaluation: Sequence[Rows]
     classes: Sequence[str]
     recipe: Recipe
-    template: str = ""
-    label_words: Sequence[str] = ()
 
 
 def read_table(path: Path, *, delimiter: str = "\t") -> list[dict[str, str]]:

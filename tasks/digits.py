@@ -21,8 +21,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 import dppeft
-from dppeft.errors import DppeftError
 from tasks.results import Result, write_results
+from tasks.settings import one_line_errors
 from tasks.vision import Images, VisionRecipe, WideResNet, accuracy, fit
 
 # Found on rows held apart from the private ones; no configuration has seen the 360.
@@ -95,15 +95,12 @@ def main(
 ) -> None:
     """Train each contestant and print a table."""
     console = Console(soft_wrap=True, highlight=False)
-    try:
+    with one_line_errors():
         found = []
         for name in CONTESTANTS:
             for seed in range(seeds):
                 with console.status(f"{name}, seed {seed}"):
                     found.append(one(name, epsilon, seed, steps=steps))
-    except DppeftError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
     table = Table("method", "trained", "accuracy on 360 images", "lowest to highest", "examples/s")
     for name in CONTESTANTS:
         own = [one_ for one_ in found if one_.method == name]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dppeft.errors import ArgumentError, DppeftError
-from tasks.settings import new_folder
+from dppeft.errors import ArgumentError
+from tasks.settings import new_folder, one_line_errors
 
 if TYPE_CHECKING:
     from tasks.pairs import GenerationTask
@@ -127,14 +127,11 @@ def generation(
         },
         decoding={"num_beams": beams, "max_new_tokens": max_new_tokens},
     )
-    try:
+    with one_line_errors():
         if recipe is not None:
             said = {"method": method, "epsilon": epsilon, "model": model, "delta": delta}
             settings = with_paper(settings, recipe, said)
         run_generation(settings)
-    except DppeftError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 def with_paper(settings: Settings, name: str, said: Mapping[str, Any]) -> Settings:
@@ -144,16 +141,12 @@ def with_paper(settings: Settings, name: str, said: Mapping[str, Any]) -> Settin
     paper = recipe(name, task=settings.task)
     given = {key: value for key, value in settings.recipe.items() if value is not None}
     decoding = {key: value for key, value in settings.decoding.items() if value is not None}
-    in_paper = said["epsilon"] is None
     return dataclasses.replace(
         settings,
         paper=name,
         method=said["method"] or paper.method,
         model=said["model"] or paper.model,
-        epsilon=paper.epsilon if in_paper else settings.epsilon,
-        noise_multiplier=paper.noise_multiplier if in_paper else None,
-        delta=paper.delta if said.get("delta") is None else said["delta"],
-        accountant=paper.accountant,
+        **paper.budget(epsilon=said["epsilon"], delta=said.get("delta")),
         options=paper.options if said["method"] in (None, paper.method) else {},
         recipe={**paper.training(), **given},
         decoding={**paper.decoding, **decoding},

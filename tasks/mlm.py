@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dppeft.errors import ArgumentError, DppeftError
+from dppeft.errors import ArgumentError
+from tasks.settings import one_line_errors
 
 if TYPE_CHECKING:
     from tasks.masked_lm import Texts
@@ -155,7 +156,7 @@ def mlm(  # noqa: PLR0913 - one option of a command is one argument of its funct
     given["texts"] = tuple(text or ())
     given["output"] = output or Path("runs") / f"mlm-{time.strftime('%Y%m%d-%H%M%S')}"
     given["engine_options"] = {"engine": engine, "precision": precision}
-    try:
+    with one_line_errors():
         given["recipe"] = recipe or ""
         if recipe is not None:  # it fills in what the command line does not say
             defaults = {one.name: one.default for one in ctx.command.params}
@@ -165,9 +166,6 @@ def mlm(  # noqa: PLR0913 - one option of a command is one argument of its funct
             silent = {n: v for n, v in stated.items() if given.get(n) == defaults.get(n)}
             given |= silent | {"batches": stated["batches"] if "batch_size" in silent else ()}
         run_mlm(Settings(**given, command=command_of(ctx)))
-    except DppeftError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 _FIELDS = {one.name for one in dataclasses.fields(Settings)}

@@ -45,8 +45,6 @@ def _task(name: str, train: Rows, evaluation: Sequence[Rows], recipe: Recipe) ->
         evaluation=evaluation,
         classes=CLASSES,
         recipe=recipe,
-        template=TEMPLATE,
-        label_words=LABEL_WORDS,
     )
 
 

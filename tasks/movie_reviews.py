@@ -51,8 +51,6 @@ def load(data: Path | None = None) -> Task:
         evaluation=[_rows("held-out sentences", held_out)],
         classes=CLASSES,
         recipe=RECIPE,
-        template=TEMPLATE,
-        label_words=LABEL_WORDS,
     )
 
 

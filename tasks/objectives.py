@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dppeft.errors import ArgumentError
+from dppeft.infilling import Infilling
 from dppeft.loss import default_loss
-from dppeft.text import Infilling, TokenizedRows
+from dppeft.text import TokenizedRows
 from tasks.classifier import build_classifier, stated_pooling
 from tasks.common import Recipe, Rows
 from tasks.training import encode

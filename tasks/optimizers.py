@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, logging
 
 import dppeft
-from dppeft.errors import DppeftError
 from dppeft.optimizers import PrivateAdam
 from tasks import movie_reviews
 from tasks.classifier import build_classifier
 from tasks.common import demo_encoder
 from tasks.results import Result, write_results
+from tasks.settings import one_line_errors
 from tasks.training import Fit, accuracy, all_updates, encode
 from tasks.warm_start import Features, frozen_features
 
@@ -151,7 +151,7 @@ def main(
     logging.set_verbosity_error()
     console, results = Console(soft_wrap=True, highlight=False), []
     table = Table("optimizer", "chosen", "accuracy", "lowest to highest")
-    try:
+    with one_line_errors():
         choosing, reporting = load()
         for contestant in CONTESTANTS:
             with console.status(contestant.name):
@@ -176,7 +176,7 @@ def main(
                         seed=seed,
                         metric="accuracy",
                         value=value,
-                        trained_parameters=(384 + 1) * HIDDEN + (HIDDEN + 1) * 2,
+                        trained_parameters=sum(p.numel() for p in done.run.model.parameters()),
                         examples_per_second=done.examples_per_second,
                         seconds=done.seconds,
                         private_rows=len(reporting.train),
@@ -184,9 +184,6 @@ def main(
                         note=chosen,
                     )
                 )
-    except DppeftError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
     console.print(table)
     if result is not None:
         write_results(result, results)

@@ -37,12 +37,4 @@ def load(data: Path | None = None) -> Task:
             )
             for split in ("train", "dev")
         )
-    return Task(
-        name="qnli",
-        train=train,
-        evaluation=[dev],
-        classes=CLASSES,
-        recipe=RECIPE,
-        template=TEMPLATE,
-        label_words=LABEL_WORDS,
-    )
+    return Task(name="qnli", train=train, evaluation=[dev], classes=CLASSES, recipe=RECIPE)

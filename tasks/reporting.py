@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dppeft.errors import ArgumentError
 from tasks.common import Task
 from tasks.results import Result, write_results
 from tasks.training import Fit
@@ -45,6 +49,22 @@ def progress_bar(console: Console, plan: Any, title: str) -> Iterator[Any]:
                     )
 
         yield advance
+
+
+def in_a_new_process(module: str, *arguments: str) -> str:
+    """What ``python -m module arguments`` prints, in a process that knows nothing of this run.
+
+    Raises:
+        ArgumentError: it failed.
+    """
+    # Names that a launcher set would make it wait for other ranks.
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {key: value for key, value in os.environ.items() if key not in launcher}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ArgumentError(f"The shared folder could not be read back: {done.stderr[-500:]}")
+    return done.stdout
 
 
 def write_figures(  # noqa: PLR0913 - all that a line of the table says

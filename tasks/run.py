@@ -15,10 +15,9 @@ from typing import Annotated
 
 import typer
 
-from dppeft.errors import DppeftError
 from tasks import generating, mlm
 from tasks.classifying import run_task
-from tasks.settings import TASKS, Settings, new_folder, with_paper
+from tasks.settings import TASKS, Settings, new_folder, one_line_errors, with_paper
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=(__doc__ or "").split("\n")[0])
 
@@ -42,7 +41,7 @@ def classification(
     head_lr: Annotated[float | None, typer.Option(help="Rate of the head.")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Clipping threshold.")] = None,
     clipping: Annotated[str | None, typer.Option(help="flat, per_layer or automatic.")] = None,
-    objective: Annotated[str, typer.Option(help="head, or infilling: a word at a mask.")] = "head",
+    objective: Annotated[str | None, typer.Option(help="head (default) or infilling.")] = None,
     template: Annotated[str | None, typer.Option(help="'{text} It was {mask}.'")] = None,
     label_word: Annotated[list[str] | None, typer.Option(help="One per class, in order.")] = None,
     engine: Annotated[str, typer.Option(help="auto or opacus.")] = "auto",
@@ -61,7 +60,7 @@ def classification(
         model=model,
         output=output or new_folder(str(ctx.info_name), recipe or method or "lora"),
         sentences=predict or (),
-        objective=objective,
+        objective=objective or "head",
         template=template,
         label_words=label_word,
         rows=rows,
@@ -77,13 +76,11 @@ def classification(
             "clipping": clipping,
         },
     )
-    try:
+    with one_line_errors():
         if recipe is not None:
-            settings = with_paper(settings, recipe, method=method, epsilon=epsilon, delta=delta)
+            said = {"method": method, "epsilon": epsilon, "delta": delta, "objective": objective}
+            settings = with_paper(settings, recipe, **said)
         run_task(settings)
-    except DppeftError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 for name in TASKS:

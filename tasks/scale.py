@@ -20,7 +20,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dppeft.errors import ArgumentError, DppeftError
+from dppeft.errors import ArgumentError
+from tasks.settings import one_line_errors
 
 # Powers of two: with 32,768 = 2**15 the noise multiplier is 0.466, with 32,000 it is 0.465.
 BATCH_SIZES = tuple(2**power for power in range(15, 22))
@@ -159,7 +160,7 @@ def main(  # noqa: PLR0913 - one option of a command is one argument of its func
 
     if delta is None:  # the paper's choice, which dppeft would warn of; the table says it
         warnings.simplefilter("ignore", PrivacyWarning)
-    try:
+    with one_line_errors():
         setting = Setting(
             num_examples=num_examples,
             steps=steps,
@@ -172,9 +173,6 @@ def main(  # noqa: PLR0913 - one option of a command is one argument of its func
             accountant=accountant,
         )
         made = lines(setting, batch_size or BATCH_SIZES)
-    except DppeftError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(one) for one in made], indent=1))
         return

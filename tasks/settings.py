@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dppeft.errors import ArgumentError
+import typer
+
+from dppeft.errors import ArgumentError, DppeftError
 
 # Tasks of classification, each a module of this package.
 TASKS = ("movie_reviews", "sst2", "mnli", "qnli", "qqp")
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A user's mistake ends the command with one line on standard error and exit code 2."""
+    try:
+        yield
+    except DppeftError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +80,7 @@ def with_paper(
     method: str | None,
     epsilon: float | None,
     delta: float | None = None,
+    objective: str | None = None,
 ) -> Settings:
     """The settings of a recipe, wherever the command line says nothing else.
 
@@ -76,6 +90,7 @@ def with_paper(
         method: on the command line, or None.
         epsilon: on the command line, or None.
         delta: on the command line, or None.
+        objective: on the command line, or None.
 
     Raises:
         ArgumentError: no such recipe, or one of another task.
@@ -89,11 +104,8 @@ def with_paper(
         paper=name,
         method=method or paper.method,
         model=settings.model or (None if paper.model == "minilm" else paper.model),
-        epsilon=paper.epsilon if epsilon is None else epsilon,
-        noise_multiplier=paper.noise_multiplier if epsilon is None else None,
-        delta=paper.delta if delta is None else delta,
-        accountant=paper.accountant,
-        objective=paper.objective,
+        **paper.budget(epsilon=epsilon, delta=delta),
+        objective=objective or paper.objective,
         options=paper.options if method in (None, paper.method) else {},
         recipe={**paper.training(), **given},
     )

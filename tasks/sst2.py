@@ -46,12 +46,4 @@ def load(data: Path | None = None) -> Task:
             )
             for split in ("train", "dev")
         )
-    return Task(
-        name="sst2",
-        train=train,
-        evaluation=[dev],
-        classes=CLASSES,
-        recipe=RECIPE,
-        template=TEMPLATE,
-        label_words=LABEL_WORDS,
-    )
+    return Task(name="sst2", train=train, evaluation=[dev], classes=CLASSES, recipe=RECIPE)

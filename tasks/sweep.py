@@ -22,11 +22,10 @@ from rich.console import Console
 from transformers import logging
 
 import dppeft
-from dppeft.errors import DppeftError
 from tasks.classifying import Work
 from tasks.common import Recipe
 from tasks.results import Result, read_file, write_results
-from tasks.settings import Settings, check_names, model_name
+from tasks.settings import Settings, check_names, model_name, one_line_errors
 from tasks.training import without_privacy
 
 DELTA = 1e-5
@@ -157,7 +156,7 @@ def main(
     command = command_of(given)
     console = Console(soft_wrap=True, highlight=False)
     found = list(read_file(result)) if result.exists() else []
-    try:
+    with one_line_errors():
         check_names(task, method)
         features = None
         for setting in settings_of(method, epsilon or [8.0], seeds, no_privacy=no_privacy):
@@ -168,9 +167,6 @@ def main(
             found += results_of(given, setting, work, trained, command)
             write_results(result, found)
             console.print(f"{setting.method}, {setting.epsilon}: {found[-1].value:.3f}")
-    except DppeftError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 if __name__ == "__main__":

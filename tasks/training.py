@@ -20,6 +20,7 @@ import dppeft
 from dppeft.loss import default_loss
 from dppeft.text import TokenizedRows, collator_for, tokenize_rows
 from tasks.common import Recipe, Rows
+from tasks.settings import stated_epsilon
 
 Progress = Callable[[int], None]  # called with the number of steps made
 
@@ -204,7 +205,7 @@ def words_accuracy(
         num_examples=plan.num_examples,
         batch_size=min(WORDS_RECIPE.batch_size, plan.num_examples),
         epochs=WORDS_RECIPE.epochs,
-        epsilon=plan.target_epsilon or plan.epsilon(),
+        epsilon=stated_epsilon(plan),
         delta=plan.delta,
         max_grad_norm=WORDS_RECIPE.max_grad_norm,
     )

@@ -13,9 +13,10 @@ from typing import Annotated
 
 import typer
 
-from dppeft.errors import ArgumentError, DppeftError
+from dppeft.errors import ArgumentError
 from tasks.generating import SMOLLM2, TASKS
 from tasks.generation import Decoding
+from tasks.settings import one_line_errors
 
 app = typer.Typer(add_completion=False)
 
@@ -36,12 +37,9 @@ def main(
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     given = {"num_beams": beams, "max_new_tokens": max_new_tokens}
-    try:
+    with one_line_errors():
         decoding = _decoding(task, given)
         texts = _texts(adapter, sources, model, decoding)
-    except DppeftError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
     for text in texts:
         typer.echo(text)
 

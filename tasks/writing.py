@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +20,7 @@ from tasks.decoders import lora_options
 from tasks.generation import check_room, generate_texts, positions
 from tasks.pairs import GenerationTask
 from tasks.prompts import PromptRows, encode_pairs, encode_sources
-from tasks.reporting import progress_bar
+from tasks.reporting import in_a_new_process, progress_bar
 from tasks.results import Result, write_results
 from tasks.scoring import official_scores, score
 from tasks.training import Fit, adapted_layers, fit
@@ -201,23 +198,14 @@ def read_back(console: Console, settings: Settings, task: GenerationTask) -> Non
         ArgumentError: the folder could not be read back.
     """
     decoding = task.decoding
-    command = [sys.executable, "-m", "tasks.write", settings.task, str(settings.output)]
-    command += ["--model", settings.model, "--beams", str(decoding.num_beams)]
-    command += ["--max-new-tokens", str(decoding.max_new_tokens)]
-    # Names that a launcher set would make the process wait for other ranks.
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {key: value for key, value in os.environ.items() if key not in launcher}
-    done = subprocess.run(
-        [*command, "--", task.evaluation.sources[0]],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
+    printed = in_a_new_process(
+        "tasks.write",
+        *(settings.task, str(settings.output), "--model", settings.model),
+        *("--beams", str(decoding.num_beams), "--max-new-tokens", str(decoding.max_new_tokens)),
+        *("--", task.evaluation.sources[0]),
     )
-    if done.returncode:
-        raise ArgumentError(f"The shared folder could not be read back: {done.stderr[-500:]}")
     console.print("read back in a new process, the first source again:")
-    console.print(done.stdout, end="", markup=False)
+    console.print(printed, end="", markup=False)
 
 
 def write_figures(

@@ -169,10 +169,26 @@ FAULTS = (
     ),
     Fault(
         "infilling reads another place than the mask",
-        "dppeft/text/infilling.py",
+        "dppeft/infilling.py",
         "hidden[rows, batch[POSITION]]",
         "hidden[rows, 0 * batch[POSITION]]",
         "tests/test_infilling.py -k own_logits",
+    ),
+    Fault(
+        "gradients that are made to be measured get no margin for what cancels",
+        "dppeft/clipping/terms.py",
+        "return torch.where(norms_sq < _CANCELS * lengths.square(), covered, norms_sq)",
+        "return norms_sq",
+        "tests/clipping/test_attacks.py -k however_it_is_measured",
+    ),
+    Fault(
+        "rows are dealt to processes by the lengths that each of them read",
+        "dppeft/training/packing.py",
+        "        drawn = indices.cpu().numpy()\n        return [drawn[rank",
+        "        drawn = indices.cpu().numpy()\n"
+        '        drawn = drawn[np.argsort(self.source.lengths(drawn), kind="stable")]\n'
+        "        return [drawn[rank",
+        "tests/training/test_packing.py -k D3",
     ),
     Fault(
         "each tensor is clipped to the whole bound",

@@ -23,7 +23,7 @@ LAYERS = (
     ("_types",),
     ("_kind",),
     ("tuners", "clipping", "privacy", "text", "loss", "tables", "optimizers"),
-    ("_on_peft",),
+    ("_on_peft", "infilling"),
     ("sharing",),
     ("training",),  # above sharing: a trainer saves what may be shared
     ("wrapping",),

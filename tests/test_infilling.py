@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, DistilBertForMaskedLM, TrainingArguments
 
 import dppeft
 from dppeft.errors import ArgumentError, DataError, UnsupportedModelError
-from dppeft.text import Infilling, Template, TokenDataset, collator_for
+from dppeft.infilling import Infilling
+from dppeft.text import Template, TokenDataset, collator_for
 from tests import oracle, tiny
 
 CUT = "{text} very {mask}"
@@ -270,6 +271,11 @@ def test_wrong_models_and_rows_are_refused(
     prompted = peft.get_peft_model(build("bert-mlm"), prompts)
     with pytest.raises(UnsupportedModelError, match="puts tokens before the input"):
         infilling.check(prompted)
+    own_loss = peft.get_peft_model(build("bert-mlm"), peft.AdaLoraConfig(total_step=10))
+    with pytest.raises(UnsupportedModelError, match="a loss term of its own"):
+        infilling.check(own_loss)
+    with pytest.raises(ArgumentError, match="label_smoothing < 1"):
+        infilling.loss(label_smoothing=1.0)
     odd = build("bert-mlm")
     odd.cls.predictions.transform = nn.Sequential(odd.cls.predictions.transform, nn.Tanh())
     infilling.check(odd)  # its parts in order are still its own
@@ -280,7 +286,7 @@ def test_wrong_models_and_rows_are_refused(
     with pytest.raises(ArgumentError, match="has no 'mask_position'"):
         infilling.logits(build("bert-mlm"), tiny.make_batch("bert-mlm"))
     batch = batch_of(infilling, tokenizer) | {"labels": torch.tensor([0, 1, 2, 3])}
-    with pytest.raises(DataError, match="label words for 3 classes"):
+    with pytest.raises(DataError, match="outside 0 to 2"):
         infilling.loss()(build("bert-mlm"), batch)
     without = copy.deepcopy(tokenizer)
     without.mask_token = None

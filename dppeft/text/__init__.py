@@ -5,7 +5,6 @@ row numbers (from 0).
 """
 
 from dppeft.text.collation import Collator, collator_for
-from dppeft.text.infilling import Infilling
 from dppeft.text.labels import encode_labels
 from dppeft.text.masking import MaskedRows, rows_for_masking
 from dppeft.text.rows import TokenDataset, TokenizedRows, length_of, tokenize_rows
@@ -14,7 +13,6 @@ from dppeft.text.templates import Template
 
 __all__ = [
     "Collator",
-    "Infilling",
     "MaskedRows",
     "Template",
     "TokenDataset",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dppeft._kind import kind_of
-from dppeft._types import Batch, PerExampleLoss
+from dppeft._types import Batch, KnowsNoise, PerExampleLoss
 from dppeft.clipping.engine import Engine
 from dppeft.clipping.preflight import PreflightReport, check, refuse_foreign_hooks
 from dppeft.clipping.probing import refuse_mixing
@@ -101,7 +101,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> Lift:
             "budget is spent. Use dppeft.wrap, or load the adapter with is_trainable=True."
         )
     lift = Lift(model, trained)
-    if hasattr(optimizer, "noise_std") and lift.moved.keys() != trained.keys():
+    if isinstance(optimizer, KnowsNoise) and lift.moved.keys() != trained.keys():
         raise ArgumentError(
             f"{type(optimizer).__name__} takes the noise in each coordinate to be independent and "
             "of one size, and what RGP's matrices move by is made of noised carriers. Use "

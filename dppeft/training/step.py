@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dppeft._types import Batch, ClippedSum, added
+from dppeft._types import Batch, ClippedSum, KnowsNoise, added
 from dppeft.clipping.engine import Engine
 from dppeft.clipping.probing import through_hooks
 from dppeft.privacy.noise import GaussianNoise
@@ -34,9 +34,8 @@ class Update:
         engine: exact clipped sums.
         noise: the only thing that turns private into released.
         record: where releases are written down.
-        optimizer: any torch optimizer; it only ever sees released gradients. One with an attribute
-            ``noise_std`` is told before each step how large the noise in each coordinate is; one
-            with ``scales()`` says by which factors gradients are multiplied before clipping.
+        optimizer: any torch optimizer; it only ever sees released gradients. See ``KnowsNoise``
+            for one that makes use of the noise's size.
         trained: name as in ``model.named_parameters()`` -> tensor whose gradient is released.
         lift: from released gradients to those of the tensors that move.
         processes: who sums and who draws the noise.
@@ -78,7 +77,7 @@ class Update:
             noisy = self.noise.add(  # released from here on: std = noise_multiplier * l2_bound
                 total, noise_multiplier=rates.noise_multiplier, step=draw.step
             )
-        if hasattr(self.optimizer, "noise_std"):  # public: of each coordinate of the gradient
+        if isinstance(self.optimizer, KnowsNoise):  # public
             sum_std = rates.noise_multiplier * total.l2_bound
             self.optimizer.noise_std = sum_std / rates.expected_batch_size
         self.record.release(draw.step, rates, total.l2_bound)  # on disk before anyone can use it
@@ -88,7 +87,9 @@ class Update:
 
     def _scales(self) -> dict[str, torch.Tensor]:
         """What the optimizer wants gradients multiplied by before they are clipped, by name."""
-        wanted = getattr(self.optimizer, "scales", dict)()
+        if not isinstance(self.optimizer, KnowsNoise):
+            return {}
+        wanted = self.optimizer.scales()
         return {name: wanted[p] for name, p in self.trained.items() if p in wanted}
 
     def _clipped_sum(self, draw: LogicalBatch, scales: Mapping[str, torch.Tensor]) -> ClippedSum:

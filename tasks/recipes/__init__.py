@@ -105,6 +105,15 @@ class PaperRecipe:
     checks: Sequence[Check] = ()
     reported: Sequence[Reported] = ()
 
+    def budget(self, *, epsilon: float | None, delta: float | None) -> dict[str, Any]:
+        """What is spent: as on the command line where it says something, else as here."""
+        return {
+            "epsilon": self.epsilon if epsilon is None else epsilon,
+            "noise_multiplier": self.noise_multiplier if epsilon is None else None,
+            "delta": self.delta if delta is None else delta,
+            "accountant": self.accountant,
+        }
+
     def training(self) -> dict[str, Any]:
         """What ``tasks.common.Recipe`` calls its settings of training, of those given here."""
         if self.optimizer not in ("adam", "adamw") or self.batches or self.epochs is None:
@@ -134,7 +143,8 @@ class PaperRecipe:
         schedule = None
         if self.batches:
             assert self.steps is not None
-            schedule = _schedule(self.batches, self.steps)
+            pairs = [(first, size) for first, size in self.batches]
+            schedule = dppeft.schedules.steps(pairs, self.steps)
         return dppeft.plan(
             num_examples=rows,
             batch_size=self.batch_size,
@@ -147,15 +157,6 @@ class PaperRecipe:
             accountant=self.accountant,
             batch_schedule=schedule,
         )
-
-
-def _schedule(batches: Sequence[Sequence[int]], steps: int) -> list[int]:
-    starts = [first for first, _ in batches] + [steps]
-    return [
-        size
-        for (first, size), end in zip(batches, starts[1:], strict=True)
-        for _ in range(first, end)
-    ]
 
 
 def names() -> list[str]:
@@ -201,10 +202,22 @@ def read(path: Path) -> Iterator[PaperRecipe]:
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-        for keys in itertools.product(*(table[axis] for axis in table["axes"])):
-            yield _one(table, dict(zip(table["axes"], keys, strict=True)))
+        axes = table["axes"]
+        chosen = [
+            dict(zip(axes, keys, strict=True))
+            for keys in itertools.product(*(table[axis] for axis in axes))
+        ]
+        for entry in [*table.get("check", []), *table.get("reported", [])]:
+            if not any(_fits(entry, keys) for keys in chosen):
+                raise KeyError(f"{entry} is of no recipe")
+        for keys in chosen:
+            yield _one(table, keys)
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise DataError(f"{path.name} holds no recipes: {type(error).__name__}: {error}") from error
+
+
+def _fits(entry: Mapping[str, Any], chosen: Mapping[str, str]) -> bool:
+    return all(entry.get(axis, key) == key for axis, key in chosen.items())
 
 
 def _one(table: Mapping[str, Any], chosen: Mapping[str, str]) -> PaperRecipe:
@@ -219,7 +232,7 @@ def _one(table: Mapping[str, Any], chosen: Mapping[str, str]) -> PaperRecipe:
         [
             kind(**{name: value for name, value in entry.items() if name not in chosen})
             for entry in table.get(of, [])
-            if all(entry.get(axis, key) == key for axis, key in chosen.items())
+            if _fits(entry, chosen)
         ]
         for of, kind in (("check", Check), ("reported", Reported))
     )

@@ -14,8 +14,9 @@ from transformers import AutoModelForMaskedLM
 
 import dppeft
 from dppeft.clipping.engine import make_engine
+from dppeft.infilling import Infilling
 from dppeft.loss import default_loss
-from dppeft.text import Infilling, TokenDataset, collator_for, tokenize_rows
+from dppeft.text import TokenDataset, collator_for, tokenize_rows
 from tasks import movie_reviews
 from tasks.common import demo_encoder
 from tests.bench.measuring import Work, compared, interleaved, speed_ratio

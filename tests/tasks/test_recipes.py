@@ -34,12 +34,6 @@ def test_there_are_recipes_of_every_paper_and_names_are_as_documented() -> None:
     assert len(WITH_CHECKS) > 60
 
 
-def test_every_check_is_of_some_recipe() -> None:
-    """An entry that matches nothing would check nothing."""
-    written = sum(path.read_text().count("[[check]]") for path in recipes.FOLDER.glob("*.toml"))
-    assert len({id(c) for o in ALL for c in o.checks}) >= written > 20
-
-
 @pytest.mark.parametrize("one", PLANS.values(), ids=lambda o: o.name)
 @pytest.mark.filterwarnings("ignore:delta=:dppeft.errors.PrivacyWarning")
 def test_the_plan_gives_the_papers_numbers(one: PaperRecipe) -> None:
@@ -188,6 +182,10 @@ def test_a_file_with_a_fault_is_refused(tmp_path: Path) -> None:
         ("axes = [", "no recipes: TOMLDecodeError"),
         ('prefix = "x"\nsource = "y"\naxes = ["task"]\n[task.a]\nlr = 1.0\n', "missing"),
         ('prefix = "x"\nsource = "y"\naxes = ["task"]\n[task.a]\nrate = 1.0\n', r"'rate'"),
+        (
+            'prefix = "x"\nsource = "y"\naxes = ["task"]\n[task.a]\n[[check]]\ntask = "b"\n',
+            "is of no recipe",
+        ),
     ):
         path = tmp_path / "x.toml"
         path.write_text(text)

@@ -19,6 +19,7 @@ from dppeft import _validate
 from dppeft._kind import kind_of, unwrap
 from dppeft._types import Batch
 from dppeft.errors import ArgumentError, DataError, UnsupportedModelError
+from dppeft.loss import check_smoothing, cross_entropy, refuse_own_loss
 from dppeft.text._refusal import refuse_rows
 from dppeft.text.rows import TokenizedRows
 from dppeft.text.synthetic import synthetic_rows
@@ -158,7 +159,7 @@ class Infilling:
 
     def loss(self, *, label_smoothing: float = 0.0) -> InfillingLoss:
         """The loss of each row: cross-entropy over the label words, ``(model, batch) -> (B,)``."""
-        _validate.non_negative(label_smoothing=label_smoothing)
+        check_smoothing(label_smoothing)
         return InfillingLoss(infilling=self, label_smoothing=label_smoothing)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -212,7 +213,7 @@ class Infilling:
 
         Raises:
             UnsupportedModelError: no masked-language-modelling head, one that is not known, or a
-                method that adds tokens to the input.
+                method that adds tokens to the input or a term to the loss.
         """
         base = unwrap(model)
         if kind_of(base) != "masked_lm":
@@ -226,6 +227,7 @@ class Infilling:
                     f"{type(config).__name__} puts tokens before the input, which infilling does "
                     "not see. Use lora, adapter, compacter, rgp or full."
                 )
+        refuse_own_loss(model)
         batch = self.made_up_rows(model)
         training = model.training
         model.eval()
@@ -274,30 +276,10 @@ class InfillingLoss:
     label_smoothing: float = 0.0
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of each row; ``batch["labels"]`` are class numbers (B,)."""
+        """The loss of each row; ``batch["labels"]`` are class numbers (B,), -100 for none."""
         logits = self.infilling.logits(model, batch)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         labels = batch["labels"].long()
-        if labels.device.type == "cpu" and labels.numel():
-            lowest, highest = torch.aminmax(labels)
-            if int(lowest) < 0 or int(highest) >= logits.shape[1]:
-                raise DataError(
-                    f"A label lies outside 0 to {logits.shape[1] - 1}: there are label words for "
-                    f"{logits.shape[1]} classes."
-                )
-        return F.cross_entropy(
-            logits, labels, reduction="none", label_smoothing=self.label_smoothing
-        )
-
-    def freeze_bias(self, model: nn.Module) -> None:
-        """Full fine-tuning without the vocabulary's biases, of which infilling reads one per class.
-
-        It is quicker: only the rows of the tied table that are label words are read then, not the
-        whole projection.
-        """
-        bias = getattr(unwrap(model).get_output_embeddings(), "bias", None)
-        if bias is not None:
-            bias.requires_grad_(False)
+        return cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def made_up_rows(self, model: nn.Module) -> dict[str, Tensor]:
         """Rows to prove the model on before any private row is used, once it is known to fit."""
