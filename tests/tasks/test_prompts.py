@@ -60,6 +60,25 @@ def test_the_end_token_pads_where_there_is_no_other_and_separates_where_none_beg
     assert separator_of(NoBeginning()) == 7
 
 
+def test_a_model_for_chat_is_not_told_that_a_turn_begins(
+    tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert separator_of(tokenizer) == tokenizer.bos_token_id
+
+    class Chat:
+        chat_template, bos_token_id, eos_token_id = "{{ messages }}", 1, 2
+        line_end = (198,)
+
+        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+            assert text == "\n"
+            assert not add_special_tokens
+            return {"input_ids": list(self.line_end)}
+
+    assert separator_of(Chat()) == 198
+    monkeypatch.setattr(Chat, "line_end", (5, 6))
+    assert separator_of(Chat()) == 1
+
+
 def test_a_cut_takes_the_end_of_the_target_first_and_is_counted(tokenizer) -> None:
     pairs = _pairs(8)
     whole = encode_pairs(tokenizer, pairs, max_length=40).rows
