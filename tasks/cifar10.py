@@ -126,6 +126,7 @@ def main(  # noqa: PLR0913 - the command line
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
             examples_per_second=done.examples_per_second,
             seconds=done.seconds,
+            delta=DELTA,
             private_rows=len(train[1]),
             command=f"python -m tasks.cifar10 --depth {depth} --width {width}",
         )

@@ -81,6 +81,7 @@ def one(name: str, epsilon: float, seed: int, *, steps: int = STEPS) -> Result:
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         examples_per_second=done.examples_per_second,
         seconds=done.seconds,
+        delta=DELTA,
         private_rows=len(rows),
         command="python -m tasks.digits",
     )

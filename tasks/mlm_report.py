@@ -66,6 +66,7 @@ def figures(
 ) -> list[Result]:
     """One result for each run, the shared one first."""
     results = []
+    growth = "" if settings.public else f"{settings.schedule} batches"
     for name, (model, done, value) in trained.items():
         plan = done.run.plan
         label = f"BERT, {settings.layers} layers of width {settings.width}"
@@ -75,7 +76,7 @@ def figures(
             Result(
                 task=f"mlm ({texts.name})",
                 model=label,
-                method="full",
+                method=f"full, {growth}" if growth else "full",
                 epsilon=plan.target_epsilon if name == "private" else None,
                 delta=plan.delta if name == "private" else None,
                 metric="masked-token accuracy",

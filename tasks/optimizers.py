@@ -179,6 +179,7 @@ def main(
                         trained_parameters=sum(p.numel() for p in done.run.model.parameters()),
                         examples_per_second=done.examples_per_second,
                         seconds=done.seconds,
+                        delta=DELTA,
                         private_rows=len(reporting.train),
                         command="python -m tasks.optimizers",
                         note=chosen,

@@ -12,21 +12,23 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tasks import recipes
 from tasks.recipes import PaperRecipe, Reported
-from tasks.results import Result, read_results
+from tasks.results import NOT_TRAINED, Result, read_results
 
 README = Path(__file__).parents[1] / "README.md"
 START = "<!-- results: made by python -m tasks.table --readme -->"
 END = "<!-- end of results -->"
 HEAD = (
-    "| task | method | trained | epsilon | result | runs | from, to | examples/s | shared |",
-    "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    "| task | rows | method | trained | epsilon, delta | result | runs | from, to | examples/s | "
+    "seconds | shared | made by |",
+    "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
 )
+SHOWN = ("accuracy", "masked-token accuracy", "BLEU", "ROUGE-L")  # other metrics: in the files
 
 REPRODUCTION = Path(__file__).parent / "reproduction.md"
 ABOVE = """# What the papers report, and what was reproduced here
@@ -43,21 +45,32 @@ app = typer.Typer(add_completion=False)
 
 
 def table(results: Iterable[Result]) -> str:
-    """One line for each task, metric, model, method and epsilon: mean, runs and spread."""
-    lines = list(HEAD)
-    ordered = sorted(results, key=_order)
-    for (task, model, method, epsilon), group in groupby(ordered, key=_setting):
-        lines.append(_line(task, model, method, epsilon, list(group)))
-    return "\n".join(lines)
+    """One line for each setting: mean, runs and spread; below, the commands that made them."""
+    lines, commands = list(HEAD), list[str]()
+    ordered = sorted((r for r in results if r.metric in SHOWN), key=_order)
+    for _, group in groupby(ordered, key=_setting):
+        runs = list(group)
+        made_by = sorted({_made_by(run) for run in runs})
+        commands += [command for command in made_by if command not in commands]
+        numbers = ", ".join(str(commands.index(command) + 1) for command in made_by)
+        lines.append(_line(runs, numbers))
+    return "\n".join([*lines, "", *(f"{n}. {line}" for n, line in enumerate(commands, start=1))])
 
 
-def _setting(result: Result) -> tuple[str, str, str, float | None]:
-    return _measured(result), result.model, result.method, result.epsilon
+def _setting(result: Result) -> tuple[Any, ...]:
+    """What runs share whose results may be averaged."""
+    return (
+        *(_measured(result), result.model, result.private_rows, result.method),
+        *(result.epsilon, result.delta),
+    )
 
 
-def _order(result: Result) -> tuple[str, str, float, str]:
+def _order(result: Result) -> tuple[Any, ...]:
     private = -1e9 if result.epsilon is None else -result.epsilon
-    return _measured(result), result.model, private, result.method
+    return (
+        *(_measured(result), result.model, result.private_rows),
+        *(private, result.delta or 0.0, result.method),
+    )
 
 
 def _measured(result: Result) -> str:
@@ -65,20 +78,30 @@ def _measured(result: Result) -> str:
     return result.task if result.metric == "accuracy" else f"{result.task} ({result.metric})"
 
 
-def _line(task: str, model: str, method: str, epsilon: float | None, runs: Sequence[Result]) -> str:
-    values = [run.value for run in runs]
-    spread = f"{min(values):.3f} to {max(values):.3f}" if len(values) > 1 else ""
+def _made_by(result: Result) -> str:
+    about = [f"`{result.command}`", result.note, result.hardware]
+    return "; ".join(part for part in about if part)
+
+
+def _line(runs: Sequence[Result], made_by: str) -> str:
+    """Of runs of one setting."""
+    first, values = runs[0], [run.value for run in runs]
     shared = [run.bytes_shared for run in runs if run.bytes_shared is not None]
+    budget = [first.epsilon, first.delta]
+    trains = first.method != NOT_TRAINED
     cells = [
-        f"{task}, {model}",
-        method,
-        f"{runs[0].trained_parameters:,}",
-        "no privacy" if epsilon is None else f"{epsilon:g}",
+        f"{_measured(first)}, {first.model}",
+        f"{first.private_rows:,}" if trains else "",
+        first.method,
+        f"{first.trained_parameters:,}",
+        ", ".join(f"{number:g}" for number in budget if number is not None) or "no privacy",
         f"{statistics.mean(values):.3f}",
         str(len(values)),
-        spread,
-        f"{statistics.median(run.examples_per_second for run in runs):.0f}",
+        f"{min(values):.3f} to {max(values):.3f}" if len(values) > 1 else "",
+        f"{statistics.median(run.examples_per_second for run in runs):.0f}" if trains else "",
+        f"{statistics.median(run.seconds for run in runs):.0f}" if trains else "",
         f"{max(shared):,}" if shared else "",
+        made_by,
     ]
     return f"| {' | '.join(cells)} |"
 

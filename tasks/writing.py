@@ -21,7 +21,7 @@ from tasks.generation import check_room, generate_texts, positions
 from tasks.pairs import GenerationTask
 from tasks.prompts import PromptRows, encode_pairs, encode_sources
 from tasks.reporting import in_a_new_process, progress_bar
-from tasks.results import Result, write_results
+from tasks.results import NOT_TRAINED, Result, write_results
 from tasks.scoring import official_scores, score
 from tasks.training import Fit, adapted_layers, fit
 
@@ -211,7 +211,7 @@ def read_back(console: Console, settings: Settings, task: GenerationTask) -> Non
 def write_figures(
     settings: Settings, task: GenerationTask, runs: Sequence[Written], model: Any, size: int
 ) -> None:
-    """One result for each run and metric. What was not trained has the method ``none``."""
+    """One result for each run and metric. What was not trained has the method ``NOT_TRAINED``."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     epsilon = settings.epsilon
     if epsilon is None:  # the noise was given
@@ -220,7 +220,7 @@ def write_figures(
         Result(
             task=task.name,
             model=Path(settings.model).name,
-            method="none" if run.fit is None else settings.method,
+            method=NOT_TRAINED if run.fit is None else settings.method,
             epsilon=epsilon if run.private else None,
             delta=settings.delta if run.private else None,
             metric=metric,

@@ -15,6 +15,7 @@ import torch
 from dppeft.errors import DataError
 
 FOLDER = Path(__file__).parent
+NOT_TRAINED = "none"  # the method of a model as it was published
 
 
 def hardware() -> str:

@@ -30,25 +30,46 @@ def result(**changes: object) -> Result:
 
 def test_runs_of_one_setting_share_a_line() -> None:
     runs = [result(value=0.80), result(value=0.82), result(value=0.84)]
-    other = [result(epsilon=None, value=0.9), result(method="rgp", bytes_shared=2000)]
+    other = [result(epsilon=None, value=0.9), result(method="rgp", bytes_shared=2000, delta=1e-5)]
     lines = table([*runs, *other]).splitlines()
-    assert lines[2] == "| sst2, MiniLM-L6 | lora | 1,234 | no privacy | 0.900 | 1 |  | 100 |  |"
-    assert lines[3].startswith(
-        "| sst2, MiniLM-L6 | lora | 1,234 | 8 | 0.820 | 3 | 0.800 to 0.840 |"
+    assert lines[2] == (
+        "| sst2, MiniLM-L6 | 5 | lora | 1,234 | no privacy | 0.900 | 1 |  | 100 | 10 |  | 1 |"
     )
-    assert lines[4].endswith("| 2,000 |")
-    assert len(lines) == 5
+    assert lines[3].startswith(
+        "| sst2, MiniLM-L6 | 5 | lora | 1,234 | 8 | 0.820 | 3 | 0.800 to 0.840 |"
+    )
+    assert "| 8, 1e-05 |" in lines[4]
+    assert lines[4].endswith("| 2,000 | 1 |")
+    assert lines[5:7] == ["", f"1. `python -m tasks.run sst2`; {runs[0].hardware}"]
+    assert len(lines) == 7
 
 
-def test_metrics_are_never_averaged_with_each_other() -> None:
+@pytest.mark.parametrize("change", [{"private_rows": 6}, {"delta": 1e-6}, {"model": "another"}])
+def test_runs_on_other_rows_or_budgets_are_never_averaged(change: dict[str, object]) -> None:
+    lines = table([result(value=0.2), result(value=0.6, **change)]).splitlines()[2:4]
+    assert sorted(line.split(" | ")[5] for line in lines) == ["0.200", "0.600"]
+
+
+def test_metrics_are_never_averaged_and_a_few_of_them_are_shown() -> None:
     runs = [result(metric="BLEU", value=40.0), result(metric="NIST", value=5.0), result(value=0.5)]
-    lines = table(runs).splitlines()[2:]
+    lines = table(runs).splitlines()[2:4]
     assert [line.split(" | ")[0] for line in lines] == [
         "| sst2, MiniLM-L6",
         "| sst2 (BLEU), MiniLM-L6",
-        "| sst2 (NIST), MiniLM-L6",
     ]
-    assert [line.split(" | ")[4] for line in lines] == ["0.500", "40.000", "5.000"]
+    assert [line.split(" | ")[5] for line in lines] == ["0.500", "40.000"]
+
+
+def test_each_line_names_the_commands_that_made_it() -> None:
+    runs = [
+        result(command="a", hardware="x", note="half the rows"),
+        result(command="b", hardware="x", method="none"),
+        result(command="a", hardware="x", epsilon=3.0, note="half the rows"),
+    ]
+    lines = table(runs).splitlines()
+    assert lines[5:] == ["", "1. `a`; half the rows; x", "2. `b`; x"]
+    assert [line.split(" | ")[-1] for line in lines[2:5]] == ["1 |", "2 |", "1 |"]
+    assert "|  |  |  |" in lines[3]  # what was not trained has no rows, no speed
 
 
 def test_results_are_written_and_read(tmp_path: Path) -> None:
