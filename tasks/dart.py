@@ -46,6 +46,7 @@ def load(data: Path | None = None) -> GenerationTask:
         train=train,
         evaluation=references_of(held_out),
         recipe=RECIPE if whole else SMALL,
+        rated=e2e.RATED if whole else ("lora",),
         decoding=DECODING if whole else e2e.SMALL_DECODING,
         eval_rows=None if whole else e2e.SMALL_EVALUATION,
     )

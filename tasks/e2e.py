@@ -21,6 +21,7 @@ TRAIN, VALID, TEST = "e2e_train.txt", "e2e_valid.txt", "e2e_test.txt"
 
 # Li et al. (2022, arXiv 2110.05679) for full fine-tuning of GPT-2. Their rate is constant; here it
 # falls linearly to 0, as in every task.
+RATED = ("full", "lora")  # LoRA has the same rate here
 RECIPE = Recipe(epochs=10, batch_size=1024, max_length=100, lr=2e-3, max_grad_norm=0.1)
 # The same threshold on the rows of VALID with SmolLM2, sized for two cores and 25 minutes. Of its
 # layers the upper half is adapted: 1.4 rows a second on one core. The rate, for steps so few, was
@@ -46,6 +47,7 @@ def load(data: Path | None = None) -> GenerationTask:
         train=read_lines(path),
         evaluation=references_of(read_lines(first_file(folder, [TEST]))),
         recipe=RECIPE if whole else SMALL,
+        rated=RATED if whole else ("lora",),
         decoding=DECODING if whole else SMALL_DECODING,
         eval_rows=None if whole else SMALL_EVALUATION,
     )

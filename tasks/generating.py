@@ -225,9 +225,8 @@ def load_task(settings: Settings) -> GenerationTask:
     from tasks.training import with_settings
 
     task = importlib.import_module(f"tasks.{settings.task}").load(settings.data)
-    # The recipes' rates are those of full fine-tuning in the paper and of LoRA here.
     recipe = task.recipe
-    if settings.method not in ("full", "lora"):
+    if settings.method not in task.rated:
         recipe = recipe.for_method(settings.method)
     given = {name: value for name, value in settings.decoding.items() if value is not None}
     return dataclasses.replace(

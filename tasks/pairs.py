@@ -61,7 +61,8 @@ class GenerationTask:
     """A data set ready to train on: private rows, sources to write for, how to train and decode.
 
     ``eval_rows`` is how many of the sources are written for when the command line says nothing
-    else; None: all.
+    else; None: all. The recipe's rate is that of the methods in ``rated``; the others' follow from
+    LoRA's.
     """
 
     name: str
@@ -70,6 +71,7 @@ class GenerationTask:
     recipe: Recipe
     decoding: Decoding
     eval_rows: int | None = None
+    rated: Sequence[str] = ("lora",)
 
 
 def _chosen(texts: Sequence[str], count: int | None) -> list[int]:

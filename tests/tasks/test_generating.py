@@ -218,14 +218,22 @@ def test_a_task_that_is_none_of_these(tmp_path: Path) -> None:
         run_generation(settings)
 
 
-def test_the_papers_rate_is_for_full_and_lora_only(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (e2e.TRAIN, {"lora": 2e-3, "full": 2e-3, "bitfit": 4e-3}),  # the paper's is full's
+        (e2e.VALID, {"lora": 1.5e-2, "full": 0.15 * 1.5e-2, "bitfit": 3e-2}),
+    ],
+)
+def test_each_method_has_its_rate(folder: Path, file: str, expected: dict[str, float]) -> None:
+    (folder / e2e.VALID).rename(folder / file)
     rates = {}
-    for method in ("lora", "full", "bitfit"):
+    for method in expected:
         settings = Settings(
             task="e2e", method=method, epsilon=8, delta=1e-5, data=folder, model="x", output=folder
         )
         rates[method] = load_task(settings).recipe.lr
-    assert rates == {"lora": 2e-3, "full": 2e-3, "bitfit": 4e-3}
+    assert rates == pytest.approx(expected)
 
 
 def test_a_recipe_fills_in_what_the_command_line_does_not_say(folder: Path) -> None:
