@@ -184,6 +184,52 @@ def test_parts_that_are_wrong_and_two_that_are_not(part: nn.Module, says: str | 
         dppeft.preflight(model, tokens(), loss=net_loss)
 
 
+def test_rows_that_are_fitted_already_are_no_reason_to_refuse() -> None:
+    model = Net()
+    tiny_loss = 1e-12  # changes of such losses drown in rounding
+    report = dppeft.preflight(model, tokens(), loss=lambda m, b: tiny_loss * net_loss(m, b))
+    assert report.prediction_error is None
+
+
+def test_no_number_of_a_row_is_in_a_refusal() -> None:
+    model = Net(CachedCopy())
+    model.embed.requires_grad_(False)
+    model.head.requires_grad_(False)
+    with pytest.raises(dppeft.UnsupportedModelError) as refused:
+        dppeft.preflight(model, tokens(), loss=net_loss)
+    assert "%" not in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["rgp", "adapter", "lora", "full"])
+def test_opacus_on_layers_that_are_computed_again_is_refused(method: str) -> None:
+    model = tiny.wake(dppeft.wrap(tiny.build("bert"), method)).train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(dppeft.UnsupportedModelError, match="computed again.*engine='auto'"):
+        check(model, tiny.make_batch("bert"), loss=default_loss(model), engine="opacus")
+
+
+def test_opacus_is_refused_where_its_hooks_miss_what_autograd_added_up() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class InTraining(Net):  # unlike in the proof, which is made in evaluation mode
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.part = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def layers(self, x: Tensor) -> Tensor:
+            return self.part(self.first(x).relu())
+
+        def body(self, x: Tensor) -> Tensor:
+            again = self.training and torch.is_grad_enabled()
+            return checkpoint(self.layers, x, use_reentrant=False) if again else self.layers(x)
+
+    model = InTraining()
+    truth = dppeft.per_example_grads(model.eval(), tokens(), loss=net_loss, engine="opacus")
+    assert truth["part.weight"].any()
+    with pytest.raises(dppeft.UnsupportedModelError, match="miss a part"):
+        dppeft.per_example_grads(model.train(), tokens(), loss=net_loss, engine="opacus")
+
+
 @pytest.mark.parametrize("reduce", [Tensor.mean, Tensor.sum, lambda x: x[:, None]])
 def test_a_reduced_loss_is_caught(reduce) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(dppeft.DppeftError, match="one value per example"):

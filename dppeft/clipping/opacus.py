@@ -45,6 +45,7 @@ class OpacusEngine(Engine):
         self._trusted_for: tuple[object, ...] = ()
 
     def terms(self, batch: Batch, batch_size: int) -> dict[str, Term]:
+        self._refuse_recomputation()
         signature = self._signature()
         if signature != self._trusted_for:
             refuse_mixing(self.model)
@@ -53,15 +54,16 @@ class OpacusEngine(Engine):
                     rows = [row % batch_size for row in range(size)]
                     self._compare(rows_of(batch, batch_size, rows), size)
             self._trusted_for = signature
-        samples = _hooked(self.model, self.loss, batch, batch_size)
+        samples, summed = _hooked(self.model, self.loss, batch, batch_size)
         for name, sample in samples.items():
             if len(sample) != batch_size:
                 raise self._refusal(name, f"{len(sample)} gradients for {batch_size} examples")
+        self._check_sums(samples, summed)
         return {name: Dense(at_least_float32(sample)) for name, sample in samples.items()}
 
     def _compare(self, batch: Batch, size: int) -> None:
         try:
-            found = _hooked(self.model, self.loss, batch, size)
+            found, _ = _hooked(self.model, self.loss, batch, size)
         except Exception as error:
             why = f"its hooks fail ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
             raise self._refusal("this model", why) from error
@@ -79,6 +81,30 @@ class OpacusEngine(Engine):
                 if wrong:
                     raise self._refusal(name, wrong)
 
+    def _refuse_recomputation(self) -> None:
+        """The trust is earned in evaluation mode, in which nothing is recomputed."""
+        for name, module in self.model.named_modules():
+            how = getattr(module, "_gradient_checkpointing_func", None)
+            if not getattr(module, "gradient_checkpointing", False) or how is None:
+                continue
+            if getattr(how, "keywords", {}).get("use_reentrant") is not True:
+                why = "its hooks miss gradients of layers that are computed again without reentry"
+                raise self._refusal(f"{name or 'this model'} with gradient checkpointing", why)
+
+    def _check_sums(self, samples: dict[str, Tensor], summed: dict[str, Tensor]) -> None:
+        """Autograd has added up the same gradients: what the hooks missed is missing here."""
+        exact = computes_exactly(self.model)
+        lengths = {n: at_least_float32(s).flatten(1).norm(dim=1).sum() for n, s in samples.items()}
+        whole = length_of({**summed, **lengths})
+        for name, total in summed.items():
+            sample = samples.get(name)
+            if not bool(total.isfinite().all()) or not bool(whole.isfinite()):
+                continue  # a row that is not finite counts as zero, but not for autograd
+            found = 0 if sample is None else at_least_float32(sample).sum(0)
+            off = length_of({name: at_least_float32(total) - found})
+            if bool(off > (1e-2 if exact else 0.1) * whole):
+                raise self._refusal(name, "its hooks miss a part of the gradient")
+
     def _refusal(self, what: str, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"engine='opacus' cannot be used for {what}: {why}. Use engine='auto', which is exact "
@@ -88,8 +114,8 @@ class OpacusEngine(Engine):
 
 def _hooked(
     model: nn.Module, loss: PerExampleLoss, batch: Batch, batch_size: int
-) -> dict[str, Tensor]:
-    """Opacus's grad samples by parameter name; missing where Opacus made none."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Opacus's grad samples by parameter name, missing where it made none; and autograd's sums."""
     # Opacus records only in training mode; hooked modules alone are switched, not their dropout.
     modes = [
         (m, m.training) for m in model.modules() if any(True for _ in m.parameters(recurse=False))
@@ -106,17 +132,19 @@ def _hooked(
             if losses.requires_grad:
                 losses.backward(torch.ones_like(losses))
             found = {name: p.grad_sample for name, p in trainable(model).items()}
+            grads = {n: p.grad for n, p in trainable(model).items()}
     finally:
         for module, mode in modes:
             module.training = mode
         if hooks is not None:
             hooks.cleanup()
         _sweep(model)
-    return {
+    samples = {
         name: (sum(sample) if isinstance(sample, list) else sample).detach()
         for name, sample in found.items()
         if sample is not None
     }
+    return samples, {n: grad.detach().to_dense() for n, grad in grads.items() if grad is not None}
 
 
 class _HooksOnce(GradSampleHooks):

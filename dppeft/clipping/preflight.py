@@ -36,6 +36,7 @@ from dppeft.errors import ArgumentError, UnsupportedModelError
 
 # A tensor that is not read moves nothing: 100 % off. Curvature alone must not refuse a model.
 _PREDICTED_WITHIN = 0.5
+_TOO_FLAT = 1e-3  # losses together below which their changes drown in rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class PreflightReport:
         worst_error: of the engine's gradients, relative to each example's whole gradient.
         worst_sensitivity: move of the clipped sum when a row is removed, relative to its bound.
         prediction_error: of the change of the losses when the weights move, relative; None where
-            the model computes too coarsely to tell.
+            the model computes too coarsely to tell, or the losses are near 0.
         made_up: the rows are from the vocabulary, so that these numbers may be published.
     """
 
@@ -197,8 +198,8 @@ def _sensitivity(
             worst = max(worst, moved / whole.l2_bound)
     if worst > 1.01:
         raise UnsupportedModelError(
-            f"Removing one row moved the clipped sum by {worst:.3f} times its bound. This model "
-            "cannot be trained privately as it is; please report it with the model's class."
+            "Removing one row moved the clipped sum by more than its bound. This model cannot be "
+            "trained privately as it is; please report it with the model's class."
         )
     return worst
 
@@ -209,8 +210,11 @@ def _distance(a: ClippedSum, b: ClippedSum) -> float:
 
 def _prediction_error(
     model: nn.Module, batch: Batch, loss: PerExampleLoss, terms: dict[str, Term]
-) -> float:
-    """How far the losses' change along the gradient is from the gradient's length, relative."""
+) -> float | None:
+    """How far the losses' change along the gradient is from the gradient's length, relative.
+
+    None where the losses are too small to tell.
+    """
     params = {name: p for name, p in trainable(model).items() if name in terms}
     ones = {name: torch.ones(terms[name].batch, device=p.device) for name, p in params.items()}
     with full_precision():
@@ -228,7 +232,9 @@ def _prediction_error(
 
     errors = []
     try:
-        size = max(abs(moved(0.0)), 1e-3)
+        size = abs(moved(0.0))
+        if size < _TOO_FLAT:  # rows that are fitted already: what float32 rounds away is the change
+            return None
         # Too little drowns in rounding, too much is not linear.
         for share in (1e-2, 1e-3, 1e-4, 1e-1):
             distance = share * size / (2 * length)
@@ -242,9 +248,9 @@ def _prediction_error(
                 p.copy_(values[name])
     if min(errors) > _PREDICTED_WITHIN:
         raise UnsupportedModelError(
-            f"Moving the trained weights along their gradient changed the losses by another amount "
-            f"than predicted ({min(errors):.0%} off). The model does not read the tensors that "
-            "train (a merged adapter, a cached or quantised copy), or its loss is not smooth. Load "
-            "the model and wrap it again."
+            "Moving the trained weights along their gradient changed the losses by another amount "
+            "than predicted. The model does not read the tensors that train (a merged adapter, a "
+            "cached or quantised copy), or its loss is not smooth. Load the model and wrap it "
+            "again."
         )
     return min(errors)

@@ -53,7 +53,12 @@ def as_lora(model: PeftModel, rank: int) -> tuple[dict[str, Tensor], LoraConfig,
 def _layers(model: PeftModel) -> dict[str, Any]:
     from dppeft.tuners.rgp import RgpLayer
 
-    return {path: m for path, m in model.named_modules() if isinstance(m, RgpLayer)}
+    mine = model.active_adapter  # another adapter may sit in other places
+    return {
+        path: m
+        for path, m in model.named_modules()
+        if isinstance(m, RgpLayer) and mine in m.rgp_weight
+    }
 
 
 def _factors(change: Tensor, rank: int) -> tuple[Tensor, Tensor, tuple[float, float]]:

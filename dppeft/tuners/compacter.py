@@ -22,6 +22,7 @@ from dppeft.tuners.joining import peft_type
 from dppeft.tuners.own import OwnConfig, check_counts
 
 INITS = ("identity", "yu2022", "mahabadi2021")
+_NETWORKS = "compacter_networks"  # in front of an adapter's name
 
 
 @dataclass
@@ -166,7 +167,7 @@ class CompacterLayer(BottleneckLayer):
         shared: adapter -> its A_i, if another layer has made them.
     """
 
-    adapter_layer_names = ("compacter_networks",)
+    adapter_layer_names = (_NETWORKS,)
 
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, config: Any, shared: dict[str, Mix]
@@ -238,7 +239,7 @@ class CompacterModel(BottleneckModel):
         written = [tensor for name, tensor in found.items() if _is_mix(name)]
         if config.shared and len(written) == 1:
             for name in model.state_dict():
-                if _is_mix(name) and f".{adapter_name}." in name:
+                if _is_mix(name) and f".{_NETWORKS}.{adapter_name}." in name:
                     found.setdefault(name, written[0])
         return found
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from dppeft.tuners import targets
@@ -291,10 +292,15 @@ def _refuse_unfit(base: nn.Module) -> None:
             f"RGP takes linear and 2-d convolution layers, not {type(base).__name__}. Choose other "
             "target_modules."
         )
-    if not any(type(base).forward is kind.forward for kind in (nn.Linear, Conv1D, nn.Conv2d)):
+    if _computes_otherwise(base):
         raise TypeError(
-            f"{type(base).__name__} has a forward of its own, which RGP would replace by the plain "
-            "product. Choose other target_modules."
+            f"{type(base).__name__} has a forward (or a hook on it) of its own, which RGP would "
+            "replace by the plain product. Choose other target_modules, or remove the hook."
+        )
+    if isinstance(base, NonDynamicallyQuantizableLinear):
+        raise TypeError(
+            "torch's MultiheadAttention reads this layer's weight without calling the layer, so "
+            "that RGP would move what is not read. Leave it out of target_modules."
         )
     if "weight" not in base._parameters or base._forward_pre_hooks:
         raise TypeError(
@@ -302,7 +308,10 @@ def _refuse_unfit(base: nn.Module) -> None:
             "another parametrization), so that RGP cannot move it. Remove that first."
         )
     if not base.weight.is_floating_point():
-        raise TypeError("RGP moves the weights themselves, which a quantised layer cannot.")
+        raise TypeError(
+            "RGP moves the weights themselves, which a quantised layer cannot. Load the model "
+            "without quantisation, or choose method='lora'."
+        )
     if isinstance(base, nn.Conv2d) and base.groups != 1:
         raise ValueError(
             f"A convolution with groups={base.groups} is several matrices in one. Leave it out of "
@@ -315,6 +324,15 @@ def _refuse_unfit(base: nn.Module) -> None:
             f"A convolution with padding={base.padding!r} ({base.padding_mode}) is not taken. Give "
             "its padding in numbers, of zeros."
         )
+
+
+def _computes_otherwise(base: nn.Module) -> bool:
+    """Whether calling the layer is more than its class's plain product."""
+    kinds = (nn.Linear, Conv1D, nn.Conv2d)
+    plain = any(type(base).forward is kind.forward for kind in kinds)
+    if isinstance(base, nn.Conv2d):
+        plain = plain and type(base)._conv_forward is nn.Conv2d._conv_forward
+    return not plain or "forward" in vars(base) or bool(base._forward_hooks)
 
 
 def _geometry(base: nn.Module) -> dict[str, Any] | None:

@@ -90,6 +90,18 @@ def test_shared_matrices_are_one_tensor_in_memory_and_in_the_file(tmp_path: Path
     assert len({id(m.mix.weight) for m in again.modules() if isinstance(m, Kronecker)}) == 1
 
 
+@pytest.mark.parametrize("second", ["other", "down", "up", "mix"])
+def test_a_second_adapter_leaves_the_first_as_it_was(second: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    dppeft.export(tiny.wake(dppeft.wrap(tiny.build("bert"), "compacter")), tmp_path / "out")
+    model = tiny.wake(dppeft.wrap(tiny.build("bert"), "compacter")).eval()
+    batch = tiny.make_batch("bert")
+    with torch.no_grad():
+        before = model(**batch).logits
+        model.load_adapter(tmp_path / "out", second)
+        torch.testing.assert_close(before, model(**batch).logits, rtol=1e-5, atol=1e-6)
+
+
 def test_a_shared_matrix_has_one_gradient_per_example_summed_over_its_uses() -> None:
     model = tiny.wake(dppeft.wrap(tiny.build("bert"), "compacter"))
     batch = tiny.make_batch("bert")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dppeft
@@ -279,12 +280,33 @@ def test_memory_one_full_size_buffer_for_each_matrix() -> None:
         assert held - bias <= 2 * size + 4 * sum(layer.get_base_layer().weight.shape)
 
 
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+def _hooked() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda _layer, _x, y: 2 * y)
+    return layer
+
+
+def _replaced() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: 2 * nn.Linear.forward(layer, x)  # type: ignore[method-assign]
+    return layer
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: nn.Conv2d(4, 4, 3, groups=2), "groups=2"),
         (lambda: nn.Conv2d(4, 4, 3, padding="same"), "padding='same'"),
         (lambda: nn.LayerNorm(4), "linear and 2-d convolution"),
+        (lambda: Standardised(4, 4, 3), "Standardised has a forward"),
+        (_hooked, "a hook on it"),
+        (_replaced, "of its own"),
+        (lambda: nn.MultiheadAttention(4, 1).out_proj, "without calling the layer"),
     ],
 )
 def test_layers_that_are_no_single_matrix_are_refused(make: Any, message: str) -> None:
@@ -377,6 +399,17 @@ def test_plain_peft_loads_it_also_by_way_of_empty_tensors(
     batch = tiny.make_batch("bert")
     with torch.no_grad():
         assert torch.equal(again.eval()(**batch).logits, model.eval()(**batch).logits)
+
+
+def test_two_adapters_in_different_places_are_written_as_lora_one_by_one(tmp_path: Path) -> None:
+    model = dppeft.wrap(tiny.build("bert"), "rgp", target_modules=["query"])
+    model.add_adapter("second", copy.copy(model.peft_config["default"]))
+    own = [layer for layer in layers_of(model).values() if "default" in layer.rgp_weight]
+    del own[0].rgp_weight["second"]  # as if it had other targets
+    model.set_adapter("second")
+    dppeft.export(model, tmp_path / "lora", as_lora_rank=2)
+    written = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert sum("lora_A" in name for name in written) == len(own) - 1
 
 
 def test_a_16_bit_base_gets_float32_matrices_that_do_not_require_a_gradient() -> None:
