@@ -280,58 +280,6 @@ def test_memory_one_full_size_buffer_for_each_matrix() -> None:
         assert held - bias <= 2 * size + 4 * sum(layer.get_base_layer().weight.shape)
 
 
-class Standardised(nn.Conv2d):
-    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(x, weight - weight.mean(), bias)
-
-
-def _hooked() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    layer.register_forward_hook(lambda _layer, _x, y: 2 * y)
-    return layer
-
-
-def _replaced() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    layer.forward = lambda x: 2 * nn.Linear.forward(layer, x)  # type: ignore[method-assign]
-    return layer
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.Conv2d(4, 4, 3, groups=2), "groups=2"),
-        (lambda: nn.Conv2d(4, 4, 3, padding="same"), "padding='same'"),
-        (lambda: nn.LayerNorm(4), "linear and 2-d convolution"),
-        (lambda: Standardised(4, 4, 3), "Standardised has a forward"),
-        (_hooked, "a hook on it"),
-        (_replaced, "of its own"),
-        (lambda: nn.MultiheadAttention(4, 1).out_proj, "without calling the layer"),
-    ],
-)
-def test_layers_that_are_no_single_matrix_are_refused(make: Any, message: str) -> None:
-    net = nn.Sequential()
-    net.add_module("body", make())
-    net.add_module("classifier", nn.Linear(4, 2))
-    with pytest.raises(dppeft.DppeftError, match=message):
-        dppeft.wrap(net, "rgp", target_modules=["body"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"r": 0}, "r=0"),
-        ({"history": "updates"}, "history='updates'"),
-        ({"sides": "top"}, "sides='top'"),
-        ({"clip": "flat"}, "clip='flat'"),
-        ({"decompose_every": 0}, "decompose_every=0"),
-    ],
-)
-def test_wrong_options_are_named(options: dict, message: str) -> None:
-    with pytest.raises(dppeft.DppeftError, match=message):
-        dppeft.wrap(tiny.build("bert"), "rgp", **options)
-
-
 class Regression(nn.Module):
     """y = W x, with a head that does nothing, so that W is not taken for it."""
 
