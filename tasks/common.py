@@ -41,7 +41,7 @@ class Rows:
 # the outputs differs by method. Full matrices have hundreds of numbers in each sum.
 METHOD_RATES = {
     "adapter": 0.5,
-    "bitfit": 2.0,
+    "bitfit": 0.5,  # at 2 two of three private runs on movie reviews fell to chance
     "compacter": 2.0,
     "full": 0.15,
     "rgp": 0.15,
