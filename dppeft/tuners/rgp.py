@@ -294,7 +294,7 @@ def _refuse_unfit(base: nn.Module) -> None:
         )
     if _computes_otherwise(base):
         raise TypeError(
-            f"{type(base).__name__} has a forward (or a hook on it) of its own, which RGP would "
+            f"{type(base).__name__} has a forward of its own (or a hook), which RGP would "
             "replace by the plain product. Choose other target_modules, or remove the hook."
         )
     if isinstance(base, NonDynamicallyQuantizableLinear):

@@ -35,7 +35,7 @@ def _replaced() -> nn.Module:
         (lambda: nn.Conv2d(4, 4, 3, padding="same"), "padding='same'"),
         (lambda: nn.LayerNorm(4), "linear and 2-d convolution"),
         (lambda: Standardised(4, 4, 3), "Standardised has a forward"),
-        (_hooked, "a hook on it"),
+        (_hooked, "or a hook"),
         (_replaced, "of its own"),
         (lambda: nn.MultiheadAttention(4, 1).out_proj, "without calling the layer"),
     ],
