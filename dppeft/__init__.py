@@ -15,6 +15,7 @@ _PUBLIC = {
     "ClippedSum": "dppeft._types",
     "DppeftError": "dppeft.errors",
     "Infilling": "dppeft.infilling",
+    "MaskedTokenLoss": "dppeft.masked_tokens",
     "MethodInfo": "dppeft.tuners.registry",
     "AdaptiveClipping": "dppeft.privacy.adaptive",
     "Privacy": "dppeft.training.trainer",

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dppeft import _validate
-from dppeft._kind import kind_of, unwrap
+from dppeft._kind import unwrap
 from dppeft._types import Batch
 from dppeft.errors import ArgumentError, DataError, UnsupportedModelError
-from dppeft.loss import check_smoothing, cross_entropy, refuse_own_loss
+from dppeft.loss import check_smoothing, cross_entropy
+from dppeft.masked_tokens import head_features, refuse_unless_masked
 from dppeft.text._refusal import refuse_rows
 from dppeft.text.rows import TokenizedRows
 from dppeft.text.synthetic import synthetic_rows
@@ -215,19 +215,7 @@ class Infilling:
             UnsupportedModelError: no masked-language-modelling head, one that is not known, or a
                 method that adds tokens to the input or a term to the loss.
         """
-        base = unwrap(model)
-        if kind_of(base) != "masked_lm":
-            raise UnsupportedModelError(
-                f"{type(base).__name__} is no masked language model: infilling reads its word at "
-                "the mask. Load it with AutoModelForMaskedLM, or train a classification head."
-            )
-        for config in (getattr(model, "peft_config", None) or {}).values():
-            if config.is_prompt_learning:
-                raise UnsupportedModelError(
-                    f"{type(config).__name__} puts tokens before the input, which infilling does "
-                    "not see. Use lora, adapter, compacter, rgp or full."
-                )
-        refuse_own_loss(model)
+        refuse_unless_masked(model)
         batch = self.made_up_rows(model)
         training = model.training
         model.eval()
@@ -242,8 +230,9 @@ class Infilling:
         expected = whole[rows, batch[POSITION]][:, self.word_ids]
         if not torch.allclose(short, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
             raise UnsupportedModelError(
-                f"{type(base).__name__}: its logits at the mask are not those of its parts called "
-                "in order. Infilling knows heads like BERT's, RoBERTa's and DistilBERT's."
+                f"{type(unwrap(model)).__name__}: its logits at the mask are not those of its "
+                "parts called in order. Infilling knows heads like BERT's, RoBERTa's and "
+                "DistilBERT's."
             )
 
     def freeze_bias(self, model: nn.Module) -> None:
@@ -294,27 +283,3 @@ def _cut_longer(texts: dict[str, list[int]], room: int) -> dict[str, list[int]]:
         field = min(left, key=lambda name: len(left[name]))
         room -= len(left.pop(field))  # fits whole; the others share what it leaves
     return {field: ids[:limit] if field in left else ids for field, ids in texts.items()}
-
-
-def head_features(base: nn.Module, hidden: Tensor) -> Tensor:
-    """What a masked language model's head puts before its projection to the vocabulary.
-
-    Args:
-        base: with a head like BERT's (``cls``), RoBERTa's (``lm_head``) or DistilBERT's.
-        hidden: (B, *, d).
-
-    Raises:
-        UnsupportedModelError: another head.
-    """
-    predictions = getattr(getattr(base, "cls", None), "predictions", None)
-    if hasattr(predictions, "transform"):
-        return predictions.transform(hidden)
-    if hasattr(base, "vocab_transform"):
-        return base.vocab_layer_norm(base.activation(base.vocab_transform(hidden)))
-    head = getattr(base, "lm_head", None)
-    if hasattr(head, "dense") and hasattr(head, "layer_norm"):
-        return head.layer_norm(F.gelu(head.dense(hidden)))
-    raise UnsupportedModelError(
-        f"{type(base).__name__} has no head like BERT's, RoBERTa's or DistilBERT's, which "
-        "infilling takes apart. Use one of those, or a classification head."
-    )

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 import dppeft
-from dppeft.errors import ArgumentError, DataError
+from dppeft import MaskedTokenLoss
+from dppeft.errors import ArgumentError, DataError, UnsupportedModelError
+from dppeft.loss import default_loss
 from dppeft.optimizers import SignalToNoise, decay_groups
 from dppeft.tables import text_table
 from dppeft.text import MaskedRows, collator_for
@@ -156,11 +158,27 @@ def train(  # noqa: PLR0913 - a model, rows, their plan, and how
     model = dppeft.wrap(model, "full").train()
     optimizer, schedule = make_optimizer(model, lr=lr, weight_decay=weight_decay, steps=plan.steps)
     run = dppeft.make_private(
-        model, optimizer, rows, plan, collate_fn=collator_for(tokenizer), **(options or {})
+        model,
+        optimizer,
+        rows,
+        plan,
+        collate_fn=collator_for(tokenizer),
+        loss=loss_of(model),
+        **(options or {}),
     )
     monitor = SignalToNoise(run) if run.ledger is not None else None  # the main process has one
     done = all_updates(run, schedule, progress)
     return dataclasses.replace(done, signal=monitor.records if monitor else ())
+
+
+def loss_of(model: nn.Module) -> Any:
+    """At the targets alone, where the model's head can be called so; else of all its logits."""
+    loss = MaskedTokenLoss()
+    try:
+        loss.check(model)
+    except UnsupportedModelError:
+        return default_loss(model)
+    return loss
 
 
 def visited(plan: Any) -> int:
@@ -177,12 +195,12 @@ def accuracy(model: nn.Module, rows: MaskedRows, tokenizer: Any, *, tokens: int 
         model: in any mode; put into evaluation mode for the call, and back.
         rows: with fixed masks.
         tokenizer: pads.
-        tokens: padded tokens of one forward pass; the logits of each fill the vocabulary.
+        tokens: padded tokens of one forward pass.
     """
     training = model.training
     model.eval()
     device = next(model.parameters()).device
-    collate = collator_for(tokenizer)
+    collate, loss = collator_for(tokenizer), loss_of(model)
     ordered = sorted((rows[i] for i in range(len(rows))), key=lambda row: len(row["input_ids"]))
     right = count = start = 0
     while start < len(ordered):
@@ -190,10 +208,13 @@ def accuracy(model: nn.Module, rows: MaskedRows, tokenizer: Any, *, tokens: int 
         while end < len(ordered) and (end + 1 - start) * len(ordered[end]["input_ids"]) <= tokens:
             end += 1
         batch = {name: t.to(device) for name, t in collate(ordered[start:end]).items()}
-        labels: Tensor = batch.pop("labels")
+        if isinstance(loss, MaskedTokenLoss):
+            logits, labels = loss.logits(model, batch)
+        else:
+            labels = batch.pop("labels")
+            logits = model(**batch).logits
         target = labels != -100
-        found = model(**batch).logits.argmax(dim=-1)
-        right += int((found == labels)[target].sum())
+        right += int((logits.argmax(dim=-1) == labels)[target].sum())
         count += int(target.sum())
         start = end
     model.train(training)

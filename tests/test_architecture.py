@@ -23,7 +23,8 @@ LAYERS = (
     ("_types",),
     ("_kind",),
     ("tuners", "clipping", "privacy", "text", "loss", "tables", "optimizers"),
-    ("_on_peft", "infilling"),
+    ("_on_peft", "masked_tokens"),
+    ("infilling",),
     ("sharing",),
     ("training",),  # above sharing: a trainer saves what may be shared
     ("wrapping",),
