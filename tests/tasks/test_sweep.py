@@ -44,7 +44,8 @@ def test_what_is_measured_is_not_measured_again(
     (first,) = read_file(file)
     assert (first.method, first.epsilon, first.seed) == ("bitfit", 50.0, 0)
     assert first.bytes_shared > 1000
-    assert first.command == "python -m tasks.sweep sst2 --epochs 2 --batch-size 50 --lr 0.02"
+    options = f"--data FOLDER --model {base.name} --epochs 2 --batch-size 50 --lr 0.02"
+    assert first.command == f"python -m tasks.sweep sst2 {options}"
     output = sweep("--method", "bitfit", "--method", "head", "--no-privacy")
     assert "bitfit, 50" not in output
     found = read_file(file)
