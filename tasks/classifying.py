@@ -57,11 +57,14 @@ def run_task(settings: Settings) -> None:
         f"trained {work.plan.steps} steps: {done.seconds:.0f} s with the adapter in place, "
         f"{done.examples_per_second:.0f} examples/s"
     )
-    models, fits = {f"private {settings.method}": model}, [done]
+    private = f"private {settings.method}"
+    models, fits = {private: model}, {private: done}
     if settings.compare:
         other, done_without = work.train(without_privacy(work.plan), "without privacy")
         models["the same recipe without privacy"] = other
-        fits.append(done_without)
+        fits["the same recipe without privacy"] = done_without
+    if settings.objective == "infilling":  # no new layer: the model answers before it is trained
+        models["zero-shot"] = work.objective.build()
     scores = [work.report(rows, models, work.plan) for rows in work.task.evaluation]
     if accelerator.is_main_process:
         paired = work.task.train.pairs is not None

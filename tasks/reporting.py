@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dppeft.errors import ArgumentError
 from tasks.common import Task
-from tasks.results import Result, write_results
+from tasks.results import NOT_TRAINED, Result, write_results
 from tasks.training import Fit
 
 
@@ -75,14 +75,14 @@ def write_figures(  # noqa: PLR0913 - all that a line of the table says
     method: str,
     epsilon: float,
     model_name: str,
-    fits: Sequence[Fit],
-    scores: Sequence[dict[str, float]],
+    fits: Mapping[str, Fit],
+    scores: Sequence[Mapping[str, float]],
     model: Any,
     size: int,
     delta: float,
     recipe: str = "",
 ) -> None:
-    """The private run, and the one without privacy where there was one; one file.
+    """The private run, the one without privacy and the untrained model, where there are such.
 
     Args:
         path: of the file.
@@ -91,31 +91,33 @@ def write_figures(  # noqa: PLR0913 - all that a line of the table says
         method: what trained.
         epsilon: of the private run.
         model_name: of the base model.
-        fits: the runs, the private one first.
-        scores: for each evaluation set, accuracy by run in the same order.
+        fits: the runs by name, the private one first.
+        scores: for each evaluation set, accuracy by name; a name without a run was not trained.
         model: the private one.
         size: bytes shared of it.
         delta: of the private run.
         recipe: that the run was of, if any.
     """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    private = next(iter(fits))
     results = []
     for rows, of_rows in zip(task.evaluation, scores, strict=True):
-        for number, (done, value) in enumerate(zip(fits, of_rows.values(), strict=True)):
+        for name, value in of_rows.items():
+            done = fits.get(name)
             results.append(
                 Result(
                     task=f"{task.name} ({rows.name})" if len(scores) > 1 else task.name,
                     model=model_name,
-                    method=method,
-                    epsilon=None if number else epsilon,
-                    delta=None if number else delta,
+                    method=method if done else NOT_TRAINED,
+                    epsilon=epsilon if name == private else None,
+                    delta=delta if name == private else None,
                     metric="accuracy",
                     value=value,
-                    trained_parameters=trained,
-                    examples_per_second=done.examples_per_second,
-                    seconds=done.seconds,
+                    trained_parameters=trained if done else 0,
+                    examples_per_second=done.examples_per_second if done else 0.0,
+                    seconds=done.seconds if done else 0.0,
                     private_rows=len(task.train),
-                    bytes_shared=None if number else size,
+                    bytes_shared=size if name == private else None,
                     command=command,
                     recipe=recipe,
                 )

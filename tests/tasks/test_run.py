@@ -101,10 +101,12 @@ def test_infilling_from_rows_to_a_new_process(
     text = capsys.readouterr().out
     assert "trained 60 steps" in text  # no warm start: there is no head
     assert "negative" in text.split("read back in a new process")[1]
-    (found,) = json.loads((folder / "found.json").read_text())
+    found, untrained = json.loads((folder / "found.json").read_text())
     assert found["task"] == "sst2, infilling"
     assert found["value"] > 0.8
-    assert "--objective infilling" in found["command"]
+    assert "--template '{text} very {mask}' --label-word bad --label-word good" in found["command"]
+    assert (untrained["method"], untrained["trained_parameters"]) == ("none", 0)
+    assert untrained["value"] < found["value"]
 
 
 def test_infilling_refuses_what_does_not_fit_before_the_plan(
