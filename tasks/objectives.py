@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,17 +93,26 @@ class MaskedWord:
         from transformers import AutoModelForMaskedLM
 
         off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        load = functools.partial(
+            AutoModelForMaskedLM.from_pretrained, self.folder, output_loading_info=True
+        )
         try:
-            model = AutoModelForMaskedLM.from_pretrained(self.folder, **off)
+            model, found = load(**off)
         except TypeError:  # DistilBERT has other names
-            model = AutoModelForMaskedLM.from_pretrained(
-                self.folder, dropout=0.0, attention_dropout=0.0
-            )
+            model, found = load(dropout=0.0, attention_dropout=0.0)
         except ValueError as error:
             raise ArgumentError(
                 f"{self.folder} is no masked language model: {error}. Pass --model with one, or "
                 "--objective head."
             ) from error
+        # A bias may be stored once for two names; a matrix that is missing starts at random.
+        new = [name for name in found["missing_keys"] if model.get_parameter(name).dim() > 1]
+        if new:
+            raise ArgumentError(
+                f"{Path(self.folder).name} has no head for masked words ({min(new)} is missing): "
+                "it would start at random and know no label word. Pass --model with a masked "
+                "language model, or --objective head."
+            )
         self.infilling.check(model)
         return model
 

@@ -115,6 +115,9 @@ def test_infilling_refuses_what_does_not_fit_before_the_plan(
     given = {"objective": "infilling", "compare": False}
     with pytest.raises(ArgumentError, match="'terrible' is 1 tokens .* Choose a commoner word"):
         run_task(_settings(folder, sentence_folder, **given))
+    two = {"label_words": ["bad", "good"]}
+    with pytest.raises(ArgumentError, match="no head for masked words .* Pass --model with"):
+        run_task(_settings(folder, sentence_folder, **given, **two))
     words = {"label_words": ["bad", "good", "not"]}
     with pytest.raises(ArgumentError, match=r"3 label words for 2 classes \(negative, positive\)"):
         run_task(_settings(folder, sentence_folder, **given, **words))
