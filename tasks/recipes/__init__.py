@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -18,11 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from dppeft.errors import ArgumentError, DataError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 FOLDER = Path(__file__).parent
 VERIFIED = ("S", "C")  # read in a primary source; computed. Anything else is shown as unverified.
