@@ -1,8 +1,13 @@
-"""What a model is for, read from its class: decides the loss, the head and the probe rows."""
+"""What a model is for, read from its class: decides the loss, the head and the probe rows.
+
+With what everybody needs who calls one: the bare model, and its modes put back afterwards.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import nn
@@ -66,3 +71,14 @@ def _kinds_by_class_name() -> dict[str, ModelKind]:
                 for name in (names,) if isinstance(names, str) else names:
                     kinds.setdefault(name, kind)
     return kinds
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Whatever mode the model is put in, each module's own is put back on exit."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

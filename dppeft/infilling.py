@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from dppeft import _validate
 from dppeft._kind import unwrap
 from dppeft._types import Batch
-from dppeft.errors import ArgumentError, DataError, UnsupportedModelError
+from dppeft.errors import ArgumentError, DataError
 from dppeft.loss import check_smoothing, cross_entropy
-from dppeft.masked_tokens import head_features, refuse_unless_masked
+from dppeft.masked_tokens import head_features, refuse_other_logits, refuse_unless_masked
 from dppeft.text._refusal import refuse_rows
 from dppeft.text.rows import TokenizedRows
 from dppeft.text.synthetic import synthetic_rows
@@ -217,23 +217,14 @@ class Infilling:
         """
         refuse_unless_masked(model)
         batch = self.made_up_rows(model)
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                short = self.logits(model, batch)
-                inputs = {n: v for n, v in batch.items() if n not in (POSITION, "labels")}
-                whole = model(**inputs).logits
-        finally:
-            model.train(training)
-        rows = torch.arange(len(whole), device=whole.device)
-        expected = whole[rows, batch[POSITION]][:, self.word_ids]
-        if not torch.allclose(short, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-            raise UnsupportedModelError(
-                f"{type(unwrap(model)).__name__}: its logits at the mask are not those of its "
-                "parts called in order. Infilling knows heads like BERT's, RoBERTa's and "
-                "DistilBERT's."
-            )
+        inputs = {name: v for name, v in batch.items() if name not in (POSITION, "labels")}
+        rows, at = torch.arange(len(batch[POSITION])), batch[POSITION]
+        refuse_other_logits(
+            model,
+            inputs,
+            lambda: self.logits(model, batch),
+            lambda whole: whole[rows.to(whole.device), at][:, self.word_ids],
+        )
 
     def freeze_bias(self, model: nn.Module) -> None:
         """Full fine-tuning without the vocabulary's biases, of which infilling reads one per class.

@@ -7,13 +7,14 @@ is left out. The value is the same (RoBERTa's own pre-training does so too).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dppeft._kind import kind_of, unwrap
+from dppeft._kind import kind_of, modes_kept, unwrap
 from dppeft._types import Batch
 from dppeft.errors import ArgumentError, UnsupportedModelError
 from dppeft.loss import IGNORED, check_smoothing, cross_entropy, refuse_own_loss
@@ -62,6 +63,7 @@ class MaskedTokenLoss:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         hidden = getattr(base, base.base_model_prefix)(**inputs)[0]  # (B, T, d)
         none = (labels == IGNORED).to(torch.uint8)
+        # On a GPU this waits for the device, once a batch; the logits left out cost far more.
         most = max(1, labels.shape[1] - int(none.sum(dim=1).min()))
         positions = none.argsort(dim=1, stable=True)[:, :most]  # the targets first
         chosen = hidden.gather(1, positions[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -70,9 +72,19 @@ class MaskedTokenLoss:
 
     def made_up_rows(self, model: nn.Module) -> Batch:
         """Rows to prove the model on before any private row is used, once it is known to fit."""
-        self.check(model)
+        refuse_unless_masked(model)
         device = next(model.parameters()).device
-        return {name: value.to(device) for name, value in synthetic_rows(unwrap(model)).items()}
+        rows = synthetic_rows(unwrap(model)).items()
+        batch = {name: value.to(device) for name, value in rows}
+
+        def in_parts() -> Tensor:
+            logits, targets = self.logits(model, batch)
+            return logits[targets != IGNORED]
+
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        wanted = batch["labels"] != IGNORED
+        refuse_other_logits(model, inputs, in_parts, lambda logits: logits[wanted])
+        return batch
 
     def check(self, model: nn.Module) -> None:
         """Refuses a model whose logits at the targets are not computed as here.
@@ -81,24 +93,7 @@ class MaskedTokenLoss:
             UnsupportedModelError: no masked-language-modelling head, one that is not known, or a
                 method that adds tokens to the input or a term to the loss.
         """
-        refuse_unless_masked(model)
-        device = next(model.parameters()).device
-        rows = synthetic_rows(unwrap(model)).items()
-        batch = {name: value.to(device) for name, value in rows}
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                found, targets = self.logits(model, batch)
-                whole = model(**{n: v for n, v in batch.items() if n != "labels"}).logits
-        finally:
-            model.train(training)
-        expected, found = whole[batch["labels"] != IGNORED], found[targets != IGNORED]
-        if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-            raise UnsupportedModelError(
-                f"{type(unwrap(model)).__name__}: its logits at the targets are not those of its "
-                "parts called in order. Train with the default loss, which calls it whole."
-            )
+        self.made_up_rows(model)
 
 
 def refuse_unless_masked(model: nn.Module) -> None:
@@ -121,6 +116,34 @@ def refuse_unless_masked(model: nn.Module) -> None:
                 "masks alone does not see. Use lora, adapter, compacter, rgp or full."
             )
     refuse_own_loss(model)
+
+
+def refuse_other_logits(
+    model: nn.Module,
+    inputs: Batch,
+    in_parts: Callable[[], Tensor],
+    of_whole: Callable[[Tensor], Tensor],
+) -> None:
+    """Refuses a model that, called whole, gives other logits than its parts called in order.
+
+    Args:
+        model: a masked language model; put into evaluation mode for the call, and back.
+        inputs: what it takes, no labels.
+        in_parts: some of the logits of these inputs.
+        of_whole: the same ones out of all, (B, T, V).
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    with modes_kept(model), torch.no_grad():
+        model.eval()
+        found, expected = in_parts(), of_whole(model(**inputs).logits)
+    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__}: its logits at the masks are not those of its parts "
+            "called in order. Known are heads like BERT's, RoBERTa's and DistilBERT's; a loss of "
+            "all logits (dppeft.loss.default_loss) calls the model whole."
+        )
 
 
 def head_features(base: nn.Module, hidden: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def run_task(settings: Settings) -> None:
         models["the same recipe without privacy"] = other
         fits["the same recipe without privacy"] = done_without
     if settings.objective == "infilling":  # no new layer: the model answers before it is trained
-        models["zero-shot"] = work.objective.build()
+        models["zero-shot"] = work.objective.build().to(next(model.parameters()).device)
     scores = [work.report(rows, models, work.plan) for rows in work.task.evaluation]
     if accelerator.is_main_process:
         paired = work.task.train.pairs is not None

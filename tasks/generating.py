@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from dppeft.errors import ArgumentError
-from tasks.settings import new_folder, one_line_errors
+from tasks.settings import new_folder, one_line_errors, words_of
 
 if TYPE_CHECKING:
     from tasks.pairs import GenerationTask
@@ -64,16 +64,11 @@ class Settings:
     def command(self) -> str:
         """The command line that makes such a run again."""
         names = {"num_beams": "beams"}
-        changed = self.recipe | self.decoding | {"rows": self.rows, "eval_rows": self.eval_rows}
-        options = "".join(
-            f" --{names.get(name, name).replace('_', '-')} {value}"
-            for name, value in changed.items()
-            if value is not None
-        )
-        return (
-            f"python -m tasks.run {self.task} --data FOLDER --model {Path(self.model).name} "
-            f"--method {self.method} --epsilon {self.epsilon:g}{options}"
-        )
+        said = {"data": "FOLDER", "model": Path(self.model).name, "method": self.method}
+        said |= {"epsilon": self.epsilon, **self.recipe, **self.decoding}
+        said |= {"rows": self.rows, "eval_rows": self.eval_rows}
+        renamed = {names.get(name, name): value for name, value in said.items()}
+        return f"python -m tasks.run {self.task} {words_of(renamed)}"
 
 
 def generation(

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from dppeft.errors import ArgumentError
-from tasks.settings import one_line_errors
+from tasks.settings import one_line_errors, words_of
 
 if TYPE_CHECKING:
     from tasks.masked_lm import Texts
@@ -201,20 +201,16 @@ def from_recipe(name: str) -> dict[str, Any]:
 
 def command_of(ctx: typer.Context) -> str:
     """The command line that makes such a run again: what differs from the defaults."""
-    words = ["python -m tasks.run mlm"]
-    for option in ctx.command.params:
-        value = ctx.params.get(option.name or "")
-        if option.name in {"output", "result", "seed"} or value in (option.default, None, (), []):
-            continue
-        flag = f"--{(option.name or '').replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(flag)
-        else:
-            many = value if isinstance(value, list | tuple) else [value]
-            # Of a path only the name: where it lies on this machine helps nobody.
-            local = option.name in {"text", "model"}
-            words += [f"{flag} {Path(v).name if local else v}" for v in many]
-    return " ".join(words)
+    said = {
+        one.name or "": value
+        for one in ctx.command.params
+        if (value := ctx.params.get(one.name or "")) != one.default
+        and one.name not in {"output", "result", "seed"}
+    }
+    # Of a path only the name: where it lies on this machine helps nobody.
+    said["text"] = [Path(one).name for one in said.get("text") or ()]
+    said["model"] = Path(said["model"]).name if said.get("model") else None
+    return f"python -m tasks.run mlm {words_of(said)}".rstrip()
 
 
 def run_mlm(settings: Settings) -> list[Result]:

@@ -106,7 +106,8 @@ class MaskedWord:
                 "--objective head."
             ) from error
         # A bias may be stored once for two names; a matrix that is missing starts at random.
-        new = [name for name in found["missing_keys"] if model.get_parameter(name).dim() > 1]
+        matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
+        new = matrices.intersection(found["missing_keys"])
         if new:
             raise ArgumentError(
                 f"{Path(self.folder).name} has no head for masked words ({min(new)} is missing): "

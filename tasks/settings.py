@@ -83,13 +83,15 @@ def task_of(settings: Settings) -> dict[str, Any]:
 
 
 def words_of(said: Mapping[str, Any]) -> str:
-    """Options as they are typed; what is None is left out, a list repeats its option."""
+    """Options as they are typed; what is None or False is left out, a list repeats its option."""
     words = []
     for name, value in said.items():
         for one in value if isinstance(value, list | tuple) else [value]:
-            if one is not None:
-                typed = f"{one:g}" if isinstance(one, float) else shlex.quote(str(one))
-                words.append(f"--{name.replace('_', '-')} {typed}")
+            if one is None or one is False:
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            typed = f"{one:.15g}" if isinstance(one, float) else shlex.quote(str(one))
+            words.append(flag if one is True else f"{flag} {typed}")
     return " ".join(words)
 
 

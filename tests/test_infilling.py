@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, DistilBertForMaskedLM, TrainingArguments
+from transformers import AutoTokenizer, TrainingArguments
 
 import dppeft
 from dppeft.errors import ArgumentError, DataError, UnsupportedModelError
@@ -29,17 +29,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def infilling(tokenizer: Any) -> Infilling:
     return Infilling(tokenizer, CUT, ["bad", "good", "not"])
-
-
-def build(name: str) -> nn.Module:
-    if name != "distilbert-mlm":
-        return tiny.build(name)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = DistilBertForMaskedLM(tiny._distilbert())
-        for parameter in model.parameters():
-            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    return model.train()
 
 
 MODELS = ("bert-mlm", "roberta-mlm", "distilbert-mlm")
@@ -65,12 +54,7 @@ def definition(infilling: Infilling, smoothing: float = 0.0) -> Any:
 
 
 def rows_alone(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    found = []
-    for i in range(len(batch["labels"])):
-        length = int(batch["attention_mask"][i].sum())
-        one = {n: v[i : i + 1] for n, v in batch.items()}
-        found.append({n: v[:, :length] if v.dim() == 2 else v for n, v in one.items()})
-    return found
+    return [tiny.row(batch, i) for i in range(len(batch["labels"]))]
 
 
 METHODS = ("lora", "adapter", "compacter", "rgp", "bitfit", "full")
@@ -81,7 +65,7 @@ METHODS = ("lora", "adapter", "compacter", "rgp", "bitfit", "full")
 def test_the_loss_is_that_of_the_models_own_logits(
     name: str, smoothing: float, infilling: Infilling, tokenizer: Any
 ) -> None:
-    model, batch = build(name).double(), batch_of(infilling, tokenizer)
+    model, batch = tiny.build(name).double(), batch_of(infilling, tokenizer)
     truth = [definition(infilling, smoothing)(model, row) for row in rows_alone(batch)]
     found = infilling.loss(label_smoothing=smoothing)(model, batch)
     torch.testing.assert_close(found, torch.stack(truth), rtol=1e-9, atol=1e-9)
@@ -92,7 +76,7 @@ def test_the_loss_is_that_of_the_models_own_logits(
 def test_each_rows_gradient_is_that_of_the_row_alone(
     name: str, method: str, infilling: Infilling, tokenizer: Any
 ) -> None:
-    model = tiny.wake(dppeft.wrap(build(name), method))
+    model = tiny.wake(dppeft.wrap(tiny.build(name), method))
     batch = batch_of(infilling, tokenizer)
     found = dppeft.per_example_grads(model, batch, loss=infilling.loss())
     truth = oracle.per_example(model, rows_alone(batch), definition(infilling))
@@ -104,7 +88,7 @@ def test_full_with_the_words_bias_frozen_reads_the_label_words_alone(
     infilling: Infilling, tokenizer: Any
 ) -> None:
     """The quick way, by the rows of the tied table; the whole projection is never called."""
-    model, batch = dppeft.wrap(build("bert-mlm"), "full"), batch_of(infilling, tokenizer)
+    model, batch = dppeft.wrap(tiny.build("bert-mlm"), "full"), batch_of(infilling, tokenizer)
     infilling.freeze_bias(model)
     truth = oracle.per_example(model, rows_alone(batch), definition(infilling))
     calls = []
@@ -130,7 +114,7 @@ def test_an_untied_projection_is_called(tie: bool, infilling: Infilling, tokeniz
 
 
 def test_padding_changes_nothing(infilling: Infilling, tokenizer: Any) -> None:
-    model, batch = build("roberta-mlm").double(), batch_of(infilling, tokenizer)
+    model, batch = tiny.build("roberta-mlm").double(), batch_of(infilling, tokenizer)
     wider = dict(batch)
     for field, fill in (("input_ids", 0), ("attention_mask", 0)):
         wider[field] = torch.nn.functional.pad(batch[field], (0, 5), value=fill)
@@ -141,7 +125,7 @@ def test_padding_changes_nothing(infilling: Infilling, tokenizer: Any) -> None:
 def test_a_private_run_is_proven_on_rows_that_are_nobodys(
     infilling: Infilling, tokenizer: Any, tmp_path: Path
 ) -> None:
-    model = dppeft.wrap(build("bert-mlm"), "lora")
+    model = dppeft.wrap(tiny.build("bert-mlm"), "lora")
     texts, labels = tiny.opinions(40)
     dataset = TokenDataset(infilling.encode(texts, max_length=30).rows, labels)
     plan = dppeft.plan(num_examples=40, batch_size=10, steps=2, noise_multiplier=1.0, delta=1e-3)
@@ -164,7 +148,7 @@ def test_a_private_run_is_proven_on_rows_that_are_nobodys(
 def test_the_trainer_takes_it(infilling: Infilling, tokenizer: Any, tmp_path: Path) -> None:
     texts, labels = tiny.opinions(24)
     trainer = dppeft.PrivateTrainer(
-        dppeft.wrap(build("bert-mlm"), "lora"),
+        dppeft.wrap(tiny.build("bert-mlm"), "lora"),
         TrainingArguments(
             str(tmp_path), max_steps=1, report_to=[], remove_unused_columns=False, use_cpu=True
         ),
@@ -185,7 +169,7 @@ def test_the_trainer_takes_it(infilling: Infilling, tokenizer: Any, tmp_path: Pa
 
 def test_it_learns_words(infilling: Infilling, tokenizer: Any) -> None:
     """Without noise, a method that trains everything tells praise from blame."""
-    model, (texts, labels) = build("bert-mlm"), tiny.opinions(64)
+    model, (texts, labels) = tiny.build("bert-mlm"), tiny.opinions(64)
     batch = collator_for(tokenizer)(infilling.encode(texts, max_length=30).rows)
     batch["labels"] = torch.tensor(labels)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -268,15 +252,15 @@ def test_wrong_models_and_rows_are_refused(
     with pytest.raises(UnsupportedModelError, match="is no masked language model"):
         infilling.check(tiny.build("bert"))
     prompts = peft.PromptTuningConfig(task_type="FEATURE_EXTRACTION", num_virtual_tokens=2)
-    prompted = peft.get_peft_model(build("bert-mlm"), prompts)
+    prompted = peft.get_peft_model(tiny.build("bert-mlm"), prompts)
     with pytest.raises(UnsupportedModelError, match="puts tokens before the input"):
         infilling.check(prompted)
-    own_loss = peft.get_peft_model(build("bert-mlm"), peft.AdaLoraConfig(total_step=10))
+    own_loss = peft.get_peft_model(tiny.build("bert-mlm"), peft.AdaLoraConfig(total_step=10))
     with pytest.raises(UnsupportedModelError, match="a loss term of its own"):
         infilling.check(own_loss)
     with pytest.raises(ArgumentError, match="label_smoothing < 1"):
         infilling.loss(label_smoothing=1.0)
-    odd = build("bert-mlm")
+    odd = tiny.build("bert-mlm")
     odd.cls.predictions.transform = nn.Sequential(odd.cls.predictions.transform, nn.Tanh())
     infilling.check(odd)  # its parts in order are still its own
     with pytest.raises(ArgumentError, match="has no place {pair}, and the rows have two"):
@@ -284,10 +268,10 @@ def test_wrong_models_and_rows_are_refused(
     with pytest.raises(DataError, match="have no text"):
         infilling.encode(["a", " "], max_length=20)
     with pytest.raises(ArgumentError, match="has no 'mask_position'"):
-        infilling.logits(build("bert-mlm"), tiny.make_batch("bert-mlm"))
+        infilling.logits(tiny.build("bert-mlm"), tiny.make_batch("bert-mlm"))
     batch = batch_of(infilling, tokenizer) | {"labels": torch.tensor([0, 1, 2, 3])}
     with pytest.raises(DataError, match="outside 0 to 2"):
-        infilling.loss()(build("bert-mlm"), batch)
+        infilling.loss()(tiny.build("bert-mlm"), batch)
     without = copy.deepcopy(tokenizer)
     without.mask_token = None
     with pytest.raises(ArgumentError, match="has no mask token"):
@@ -295,11 +279,11 @@ def test_wrong_models_and_rows_are_refused(
 
 
 def test_a_head_that_only_looks_like_one_is_refused(infilling: Infilling) -> None:
-    class Scaled(type(build("roberta-mlm").lm_head)):
+    class Scaled(type(tiny.build("roberta-mlm").lm_head)):
         def forward(self, features: Tensor, **_: Any) -> Tensor:
             return 3 * super().forward(features)
 
-    model = build("roberta-mlm")
+    model = tiny.build("roberta-mlm")
     model.lm_head.__class__ = Scaled
     with pytest.raises(UnsupportedModelError, match="not those of its parts called in order"):
         infilling.check(model)

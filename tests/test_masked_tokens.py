@@ -8,7 +8,6 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DistilBertForMaskedLM
 
 import dppeft
 from dppeft import MaskedTokenLoss
@@ -18,14 +17,6 @@ from tests import oracle, tiny
 
 MODELS = ("bert-mlm", "roberta-mlm", "distilbert-mlm")
 METHODS = ("full", "bitfit", "lora", "adapter", "compacter", "rgp")
-
-
-def build(name: str) -> nn.Module:
-    if name != "distilbert-mlm":
-        return tiny.build(name)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return DistilBertForMaskedLM(tiny._distilbert()).train()
 
 
 def batch_of() -> dict[str, Tensor]:
@@ -42,8 +33,7 @@ def batch_of() -> dict[str, Tensor]:
 
 
 def rows_alone(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    lengths = batch["attention_mask"].sum(dim=1)
-    return [{n: v[i : i + 1, : lengths[i]] for n, v in batch.items()} for i in range(len(lengths))]
+    return [tiny.row(batch, i) for i in range(len(batch["labels"]))]
 
 
 def definition(smoothing: float = 0.0) -> Any:
@@ -65,7 +55,7 @@ def definition(smoothing: float = 0.0) -> Any:
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_is_that_of_all_logits(name: str, smoothing: float) -> None:
-    model, batch = build(name).double(), batch_of()
+    model, batch = tiny.build(name).double(), batch_of()
     found = MaskedTokenLoss(label_smoothing=smoothing)(model, batch)
     truth = torch.stack([definition(smoothing)(model, row) for row in rows_alone(batch)])
     torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9)
@@ -78,7 +68,7 @@ def test_the_loss_is_that_of_all_logits(name: str, smoothing: float) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_each_rows_gradient_is_that_of_the_row_alone(name: str, method: str) -> None:
     """With ``full`` the table is read as words and as the tied projection."""
-    model, batch = tiny.wake(dppeft.wrap(build(name), method)), batch_of()
+    model, batch = tiny.wake(dppeft.wrap(tiny.build(name), method)), batch_of()
     found = dppeft.per_example_grads(model, batch, loss=MaskedTokenLoss())
     truth = oracle.per_example(model, rows_alone(batch), definition())
     assert oracle.worst_error(found, truth) < 1e-4
@@ -86,7 +76,7 @@ def test_each_rows_gradient_is_that_of_the_row_alone(name: str, method: str) -> 
 
 
 def test_padding_changes_nothing() -> None:
-    model, batch = build("roberta-mlm").double(), batch_of()
+    model, batch = tiny.build("roberta-mlm").double(), batch_of()
     fill = {"labels": -100}
     wider = {n: nn.functional.pad(v, (0, 5), value=fill.get(n, 0)) for n, v in batch.items()}
     loss = MaskedTokenLoss()
@@ -94,7 +84,7 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_the_projection_sees_the_targets_only() -> None:
-    model, batch = build("bert-mlm"), batch_of()
+    model, batch = tiny.build("bert-mlm"), batch_of()
     seen = []
     decoder = model.get_output_embeddings()
     decoder.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[:2]))
@@ -115,16 +105,24 @@ def private_run(model: nn.Module) -> Any:
 
 
 def test_a_head_that_only_looks_like_one_is_refused_before_any_step() -> None:
-    assert private_run(dppeft.wrap(build("roberta-mlm"), "full")).preflight.made_up
+    assert private_run(dppeft.wrap(tiny.build("roberta-mlm"), "full")).preflight.made_up
 
-    class Scaled(type(build("roberta-mlm").lm_head)):
+    class Scaled(type(tiny.build("roberta-mlm").lm_head)):
         def forward(self, features: Tensor, **_: Any) -> Tensor:
             return 2 * super().forward(features)
 
-    model = dppeft.wrap(build("roberta-mlm"), "full")
+    model = dppeft.wrap(tiny.build("roberta-mlm"), "full")
     model.lm_head.__class__ = Scaled
     with pytest.raises(UnsupportedModelError, match="not those of its parts called in order"):
         private_run(model)
+
+
+def test_the_check_leaves_each_modules_own_mode() -> None:
+    model = tiny.build("roberta-mlm")
+    model.lm_head.eval()
+    modes = [module.training for module in model.modules()]
+    MaskedTokenLoss().check(model)
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_bad_input_is_one_line() -> None:
@@ -132,9 +130,9 @@ def test_bad_input_is_one_line() -> None:
     with pytest.raises(ArgumentError, match="label_smoothing < 1"):
         MaskedTokenLoss(label_smoothing=1.0)
     with pytest.raises(ArgumentError, match="Expected labels of the shape of input_ids"):
-        loss(build("bert-mlm"), batch | {"labels": torch.zeros(4, dtype=torch.long)})
+        loss(tiny.build("bert-mlm"), batch | {"labels": torch.zeros(4, dtype=torch.long)})
     with pytest.raises(UnsupportedModelError, match="is no masked language model"):
         loss.check(tiny.build("bert"))
     prompts = peft.PromptTuningConfig(task_type="FEATURE_EXTRACTION", num_virtual_tokens=2)
     with pytest.raises(UnsupportedModelError, match="puts tokens before the input"):
-        loss.check(peft.get_peft_model(build("bert-mlm"), prompts))
+        loss.check(peft.get_peft_model(tiny.build("bert-mlm"), prompts))

@@ -32,6 +32,7 @@ from transformers import (
     BertForTokenClassification,
     BertModel,
     DistilBertConfig,
+    DistilBertForMaskedLM,
     DistilBertForSequenceClassification,
     ElectraConfig,
     ElectraForSequenceClassification,
@@ -163,6 +164,7 @@ MODELS: dict[str, _Row] = {
     "t5": ("seq2seq", _t5, T5ForConditionalGeneration),
     "bert-mlm": ("masked", _bert, BertForMaskedLM),
     "roberta-mlm": ("masked", _roberta, RobertaForMaskedLM),
+    "distilbert-mlm": ("masked", _distilbert, DistilBertForMaskedLM),
     "bert-tokens": ("tokens", _bert, BertForTokenClassification),
 }
 

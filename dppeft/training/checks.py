@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from dppeft._kind import kind_of
+from dppeft._kind import kind_of, modes_kept
 from dppeft._types import Batch, KnowsNoise, PerExampleLoss
 from dppeft.clipping.engine import Engine
 from dppeft.clipping.preflight import PreflightReport, check, refuse_foreign_hooks
@@ -340,15 +340,11 @@ def in_training_mode(
     model: nn.Module, *, kept: frozenset[nn.Module] = frozenset()
 ) -> Iterator[None]:
     """The model in training mode but for ``kept``; each module's own mode is put back on exit."""
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    for module in kept:
-        module.training = False
-    try:
+    with modes_kept(model):
+        model.train()
+        for module in kept:
+            module.training = False
         yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

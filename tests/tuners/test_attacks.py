@@ -50,29 +50,6 @@ def test_adapters_load_under_any_name_and_leave_each_other_alone(
     torch.testing.assert_close(logits(both), logits(second))
 
 
-class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Scaled(4, 4), "a forward of its own"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "made anew"),
-        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), "made anew"),
-        (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), "made anew"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_rgp_refuses_layers_whose_weight_is_not_what_they_apply(make: Any, message: str) -> None:
-    net = nn.Sequential()
-    net.add_module("body", make())
-    net.add_module("classifier", nn.Linear(4, 2))
-    with pytest.raises(dppeft.DppeftError, match=message):
-        dppeft.wrap(net, "rgp", target_modules=["body"])
-
-
 def test_rgp_exports_the_same_lora_merged_or_not(tmp_path: Path) -> None:
     model = tuned("rgp", 1)
     plain = dppeft.export(model, tmp_path / "plain", as_lora_rank=32)

@@ -11,6 +11,11 @@ import dppeft
 from tests import tiny
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class Standardised(nn.Conv2d):
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(x, weight - weight.mean(), bias)
@@ -35,11 +40,16 @@ def _replaced() -> nn.Module:
         (lambda: nn.Conv2d(4, 4, 3, padding="same"), "padding='same'"),
         (lambda: nn.LayerNorm(4), "linear and 2-d convolution"),
         (lambda: Standardised(4, 4, 3), "Standardised has a forward"),
+        (lambda: Scaled(4, 4), "a forward of its own"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "made anew"),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), "made anew"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), "made anew"),
         (_hooked, "or a hook"),
         (_replaced, "of its own"),
         (lambda: nn.MultiheadAttention(4, 1).out_proj, "without calling the layer"),
     ],
 )
+@pytest.mark.filterwarnings("ignore")  # torch's old spectral_norm is deprecated
 def test_layers_that_are_no_single_matrix_are_refused(make: Any, message: str) -> None:
     net = nn.Sequential()
     net.add_module("body", make())
